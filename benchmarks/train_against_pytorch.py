@@ -1,0 +1,141 @@
+"""Training throughput beside PyTorch: the same model, batch and dropout, in turn in one process, on this machine's CPU.
+
+    python benchmarks/train_against_pytorch.py [--widths 128 256 512] [--rounds 5] [--compile]
+
+PyTorch is given its own best layers: torch.nn.Transformer (its fused qkv projection, scaled_dot_product_attention,
+flattened linears), one tied embedding, cross_entropy with label smoothing, fused Adam. Ratios are of the median times
+of the rounds; each round times every contender once, so that a change of the machine's load meets all of them.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import torch
+from torch import nn
+
+from transformer_jax.config import Config, DataConfig, ModelConfig, TrainConfig
+from transformer_jax.data.batches import Batch
+from transformer_jax.parallel.mesh import make_mesh
+from transformer_jax.training.state import init_state, make_optimizer
+from transformer_jax.training.step import make_train_step
+
+LAYERS, VOCABULARY, ROWS, LENGTH, DROPOUT = 3, 8000, 64, 32, 0.1
+
+
+class TorchModel(nn.Module):
+    """nn.Transformer between a tied embedding and its transpose; dropout as in the paper's base model."""
+
+    def __init__(self, d_model: int, heads: int) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.randn(VOCABULARY, d_model) * d_model**-0.5)
+        self.register_buffer("positions", torch.randn(LENGTH, d_model))
+        self.dropout = nn.Dropout(DROPOUT)
+        self.transformer = nn.Transformer(
+            d_model, heads, LAYERS, LAYERS, 4 * d_model, DROPOUT, batch_first=True, norm_first=False
+        )
+        # nn.Transformer adds a norm after each stack, and drops attention weights and hidden units: the paper does not.
+        self.transformer.encoder.norm = self.transformer.decoder.norm = None
+        for module in self.transformer.modules():
+            if isinstance(module, nn.MultiheadAttention):
+                module.dropout = 0.0
+            if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+                module.dropout.p = 0.0
+        self.register_buffer("causal", torch.triu(torch.full((LENGTH, LENGTH), float("-inf")), 1))
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        scale = self.embedding.shape[1] ** 0.5
+        x, y = (self.dropout(self.embedding[t] * scale + self.positions) for t in (source, target))
+        out = self.transformer(x, y, tgt_mask=self.causal, tgt_is_causal=True)
+        logits = out.flatten(0, 1) @ self.embedding.T
+        return nn.functional.cross_entropy(logits, labels.flatten(), label_smoothing=0.1)
+
+
+def torch_step(d_model: int, tokens: list[np.ndarray], compiled: bool) -> Callable[[], float]:
+    """One update by PyTorch; returns the loss."""
+    torch.manual_seed(0)
+    model = TorchModel(d_model, heads_of(d_model))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-4, betas=(0.9, 0.98), eps=1e-9, fused=True)
+    forward = torch.compile(model) if compiled else model
+    source, target, labels = (torch.from_numpy(t.astype(np.int64)) for t in tokens)
+
+    def step() -> float:
+        optimizer.zero_grad(set_to_none=True)
+        loss = forward(source, target, labels)
+        loss.backward()
+        optimizer.step()
+        return float(loss)
+
+    return step
+
+
+def jax_step(d_model: int, tokens: list[np.ndarray], packed: bool) -> Callable[[], float]:
+    """One update of ours: the very function that train.py runs, segment masks and metrics included."""
+    config = Config(
+        model=ModelConfig(
+            vocab_size=VOCABULARY, encoder_layers=LAYERS, decoder_layers=LAYERS, d_model=d_model, d_ff=4 * d_model,
+            num_heads=heads_of(d_model), dropout=DROPOUT, scan_layers=False,
+        ),
+        data=DataConfig(batch_tokens=ROWS * LENGTH, max_length=LENGTH),
+        train=TrainConfig(),
+    )  # fmt: skip
+    optimizer = make_optimizer(config.optimizer, d_model, config.train.steps)
+    state = [init_state(config.model, optimizer, 0)]
+    step_function = make_train_step(config, optimizer, make_mesh(config.mesh))
+    source, target, labels = tokens
+    segments = np.ones_like(source)
+    positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), source.shape)
+    batch = Batch(source, segments, positions, target, labels, segments, positions)
+
+    def step() -> float:
+        state[0], metrics = step_function(state[0], batch)
+        return float(metrics["loss"])
+
+    return step
+
+
+def heads_of(d_model: int) -> int:
+    """Heads of 64, and at least 4."""
+    return max(4, d_model // 64)
+
+
+def main() -> None:
+    """Prints a table of ratios."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--widths", type=int, nargs="+", default=[128, 256, 512])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--compile", action="store_true", help="torch.compile as well (needs a C++ compiler)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(2)
+    generator = np.random.default_rng(0)
+    print(f"{LAYERS}+{LAYERS} layers, {VOCABULARY} pieces, {ROWS} x {LENGTH} pieces a side, dropout {DROPOUT}")
+    print(f"jax {jax.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    for d_model in arguments.widths:
+        tokens = [generator.integers(4, VOCABULARY, (ROWS, LENGTH)).astype(np.int32) for _ in range(3)]
+        steps = {"ours": jax_step(d_model, tokens, False), "torch eager": torch_step(d_model, tokens, False)}
+        if arguments.compile:
+            steps["torch.compile"] = torch_step(d_model, tokens, True)
+        times: dict[str, list[float]] = {name: [] for name in steps}
+        for name, step in steps.items():
+            for _ in range(3):
+                step()
+        for _ in range(arguments.rounds):
+            for name, step in steps.items():
+                start = time.perf_counter()
+                step()
+                times[name].append(time.perf_counter() - start)
+        ours = statistics.median(times["ours"])
+        for name, values in times.items():
+            median = statistics.median(values)
+            rate = 2 * ROWS * LENGTH / median
+            print(
+                f"d={d_model:4} {name:14} {median * 1e3:8.0f} ms (best {min(values) * 1e3:.0f})  {rate:8,.0f} tokens/s"
+                f"   ours is {median / ours:.2f} times as fast", flush=True,
+            )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,14 @@
+"""What all tests run with: JAX on the CPU, nothing compiled by an earlier run, and annotations that are checked."""
+
+import os
+
+# Before JAX is imported: the tests compare numbers, which other backends compute with fewer digits. A compilation cache
+# named in the environment would hide what the tests count, and serve programs of another machine.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+
+import jaxtyping
+
+# Every annotated argument and result in the package is checked: dtypes, and that the dimension of a letter is the same
+# wherever the letter stands in one signature.
+jaxtyping.install_import_hook("transformer_jax", "beartype.beartype")

@@ -1,0 +1,186 @@
+"""The store of token ids: every pair at its place, whole or not at all, never stale, never rebuilt without need."""
+
+import logging
+import pickle
+import threading
+
+import numpy as np
+import pytest
+
+from transformer_jax.data import store as store_module
+from transformer_jax.data.parallel_text import ParallelText, TwoFiles
+from transformer_jax.data.store import TokenStore, build_store
+from transformer_jax.data.tokenizer import Tokenizer
+from transformer_jax.errors import UserError
+
+PAIRS = [(f"the file number {i} {'x ' * (i % 9)}", f"die Datei Nummer {i}") for i in range(60)]
+PAIRS[4] = ("", "leer")
+PAIRS[7] = ("blank target", "  ")
+
+
+class Listed(ParallelText):
+    """Pairs in memory that count how often they are read."""
+
+    def __init__(self, pairs, fail_at=None):
+        self.pairs, self.fail_at, self.reads = pairs, fail_at, 0
+
+    @property
+    def name(self):
+        return "listed"
+
+    def __iter__(self):
+        self.reads += 1
+        for number, pair in enumerate(self.pairs):
+            if number == self.fail_at:
+                raise UserError("line is bad")
+            yield pair
+
+    def check(self):
+        return len(self.pairs)
+
+    def digest(self):
+        return str(hash(tuple(self.pairs)))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    lines = [sentence for pair in PAIRS for sentence in pair]
+    return Tokenizer.train(lines, tmp_path_factory.mktemp("tokenizer") / "m", vocab_size=330)
+
+
+def rows(store):
+    return [(store.source(i).tolist(), store.target(i).tolist()) for i in range(len(store))]
+
+
+def expected(tokenizer, pairs=PAIRS):
+    return [tuple(tokenizer.encode(pair)) for pair in pairs]
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(store_module, "_CHUNK_PAIRS", 16)
+
+
+def test_every_pair_is_at_its_place(tokenizer, tmp_path, small_chunks):
+    """T1, T13: blank sides are kept, so that example i is line i + 1."""
+    progress = []
+    store = build_store(Listed(PAIRS), tokenizer, tmp_path, on_progress=progress.append)
+    assert len(store) == 60
+    assert rows(store) == expected(tokenizer)
+    assert store.source(4).tolist() == [tokenizer.eos_id] == store.target(7).tolist()
+    assert progress == [16, 32, 48, 60]
+    assert store.source_ids.dtype == store.target_ids.dtype == np.uint16
+    assert store.source_offsets.dtype == np.int64
+    assert store.lengths.dtype == np.int32 and store.lengths.shape == (60, 2)
+    assert store.lengths.tolist() == [[len(source), len(target)] for source, target in expected(tokenizer)]
+    with pytest.raises(IndexError):
+        store.source(60)
+    with pytest.raises(IndexError):
+        store.target(-1)
+    with pytest.raises(ValueError, match="read-only"):
+        store.source(0)[0] = 1
+
+
+def test_text_is_tokenized_once(tokenizer, tmp_path):
+    text = Listed(PAIRS)
+    first = build_store(text, tokenizer, tmp_path)
+    second = build_store(text, tokenizer, tmp_path)
+    assert text.reads == 1
+    assert rows(first) == rows(second)
+    assert rows(pickle.loads(pickle.dumps(first))) == rows(first)
+    assert rows(TokenStore(first.folder)) == rows(first)
+
+
+def test_other_text_or_tokenizer_never_meets_old_ids(tokenizer, tmp_path):
+    changed = [*PAIRS[:-1], ("another", "andere")]
+    other = Tokenizer.train(["the file die Datei Nummer x leer blank target"], tmp_path / "m", vocab_size=300)
+    first = build_store(Listed(PAIRS), tokenizer, tmp_path)
+    assert rows(build_store(Listed(changed), tokenizer, tmp_path)) == expected(tokenizer, changed)
+    assert rows(build_store(Listed(PAIRS), other, tmp_path)) == expected(other)
+    assert rows(first) == expected(tokenizer)
+
+
+def test_a_failed_build_leaves_nothing(tokenizer, tmp_path, small_chunks):
+    folder = tmp_path / "data"
+    with pytest.raises(UserError, match="line is bad"):
+        build_store(Listed(PAIRS, fail_at=40), tokenizer, folder)
+    assert list(folder.iterdir()) == []
+    assert rows(build_store(Listed(PAIRS), tokenizer, folder)) == expected(tokenizer)
+
+
+@pytest.mark.parametrize("name", ["source_ids", "source_offsets", "target_ids", "target_offsets", "header.json"])
+@pytest.mark.parametrize("damage", ["cut", "longer", "gone", "empty"])
+def test_a_damaged_store_is_rebuilt_with_a_warning(tokenizer, tmp_path, caplog, name, damage):
+    folder = build_store(Listed(PAIRS), tokenizer, tmp_path).folder
+    path = folder / name
+    if damage == "gone":
+        path.unlink()
+    else:
+        data = path.read_bytes()
+        path.write_bytes({"cut": data[:-2], "longer": data + b"xx", "empty": b""}[damage])
+    with pytest.raises(UserError, match="no sound tokenized text"):
+        TokenStore(folder)
+    with caplog.at_level(logging.WARNING):
+        assert rows(build_store(Listed(PAIRS), tokenizer, tmp_path)) == expected(tokenizer)
+    assert "it is rebuilt now" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+def test_builders_at_once_do_not_disturb_one_another(tokenizer, tmp_path):
+    """All of them get past the look for a finished store before any of them has finished one."""
+    gate = threading.Barrier(4)
+    results, errors = [], []
+
+    def build():
+        text = Listed(PAIRS)
+        try:
+            store = build_store(text, tokenizer, tmp_path, on_progress=lambda count: gate.wait(timeout=20) and None)
+            results.append(rows(store))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=build) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert results == [expected(tokenizer)] * 4
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_store_without_pairs_opens(tokenizer, tmp_path):
+    store = build_store(Listed([]), tokenizer, tmp_path)
+    assert len(store) == 0
+    assert store.lengths.shape == (0, 2)
+
+
+def test_large_vocabularies_get_wider_ids(tokenizer, tmp_path):
+    class Wide(Tokenizer):
+        def __init__(self):
+            self.size, self.digest = 70_000, "wide"
+
+        def encode(self, lines, *, num_threads=-1):
+            return [[69_999, 1] for _ in lines]
+
+    store = build_store(Listed(PAIRS), Wide(), tmp_path)
+    assert store.source_ids.dtype == np.int32
+    assert store.source(3).tolist() == [69_999, 1]
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tokenizer, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match=r"cannot be written to .*set data\.cache_dir"):
+        build_store(Listed(PAIRS), tokenizer, tmp_path / "file" / "data")
+
+
+def test_windows_line_ends_and_byte_order_marks_give_the_same_ids(tokenizer, tmp_path):
+    """T5: LF, CRLF and BOM + LF, from file to ids."""
+    target = tmp_path / "target"
+    target.write_bytes("".join(f"{pair[1]}\n" for pair in PAIRS).encode())
+    plain = "".join(f"{pair[0]}\n" for pair in PAIRS).encode()
+    stores = []
+    for name, data in (("lf", plain), ("crlf", plain.replace(b"\n", b"\r\n")), ("bom", b"\xef\xbb\xbf" + plain)):
+        (tmp_path / name).write_bytes(data)
+        stores.append(build_store(TwoFiles(str(tmp_path / name), str(target)), tokenizer, tmp_path / "data"))
+    assert rows(stores[0]) == rows(stores[1]) == rows(stores[2]) == expected(tokenizer)

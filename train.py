@@ -1,0 +1,11 @@
+"""Train a model: `python train.py --config configs/demo.py --workdir runs/demo`.
+
+The same as `transformer-jax train`, without an installed package.
+"""
+
+import sys
+
+from transformer_jax.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(["train", *sys.argv[1:]]))

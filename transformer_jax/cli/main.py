@@ -1,0 +1,67 @@
+"""`transformer-jax COMMAND ...`: finds the command and turns what it raises into an exit code.
+
+0 success; 2 bad input or configuration, with one line on standard error; 130 interrupted from the keyboard; 143 a
+training run ended by SIGTERM after its checkpoint; 141 the reader of our output went away.
+"""
+
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+
+from transformer_jax.config_fields import nearest
+from transformer_jax.errors import UserError
+
+# The modules are imported only when their command runs: JAX takes a second that `--help` need not wait for.
+COMMANDS = {
+    "train": "train a model, or go on with a run that was stopped",
+    "translate": "translate lines of text",
+    "evaluate": "translate a test set and score it: BLEU, chrF",
+    "score": "log-probabilities that a model gives to translations you have",
+    "describe": "parameters, FLOPs and memory of a configuration",
+}
+_USAGE = "usage: transformer-jax COMMAND [OPTIONS]"
+_INTERRUPTED, _BROKEN_PIPE, _BAD_INPUT = 130, 141, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code; `argv` is the command line after the program's name."""
+    try:
+        _dispatch(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return _BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:  # `| head` is no fault: not a word
+        return _BROKEN_PIPE
+    return 0
+
+
+def _dispatch(argv: list[str]) -> None:
+    command, rest = (argv[0], argv[1:]) if argv else ("", [])
+    if command in COMMANDS:
+        importlib.import_module(f"transformer_jax.cli.{command}").run(rest)
+    elif command in ("-h", "--help"):
+        print(_help())
+    elif command == "--version":
+        print(f"transformer-jax {_version()}")
+    elif not command:
+        raise UserError(f"no command given; {_USAGE}; the commands are {', '.join(COMMANDS)}")
+    else:
+        raise UserError(f"there is no command {command!r}{nearest(command, COMMANDS)}")
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("transformer-jax")
+    except importlib.metadata.PackageNotFoundError:
+        return "(run from its source folder, not installed)"
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items()]
+    return "\n".join([_USAGE, "", *lines, "", "transformer-jax COMMAND --help lists the options of a command."])

@@ -1,0 +1,120 @@
+"""Options of a command from a dataclass with documented fields (tyro): help pages, and mistakes as one sentence."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import tyro
+
+from transformer_jax.config import Config
+from transformer_jax.config_fields import describe_type, field_types, nearest, parse_value
+from transformer_jax.errors import UserError
+
+Options = TypeVar("Options")
+
+Run = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
+
+# A command that takes a configuration has a field of this type: its help page then shows every field's docstring.
+ConfigFields = Annotated[tyro.conf.FlagConversionOff[Config], tyro.conf.arg(name="")]
+
+
+def parse_options(
+    options: type[Options],
+    argv: Sequence[str],
+    command: str,
+    other_names: Iterable[str] = (),
+) -> Options:
+    """An `options` object from a command line; `--help` prints the help page and exits with 0.
+
+    Args:
+        options: a dataclass; fields become `--options`, their docstrings the help.
+        argv: the words after the command.
+        command: its name, for messages.
+        other_names: names that are not options here but may be meant, for the nearest name.
+
+    Raises:
+        UserError: an unknown option (with the nearest name), a missing or bad value.
+    """
+    if not {"-h", "--help"} & set(argv):
+        _check(options, argv, command, list(other_names))
+    return tyro.cli(options, args=argv, prog=f"transformer-jax {command}", config=[tyro.conf.FlagCreatePairsOff])
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words that are options of the command, and those that change fields of the configuration.
+
+    A change is `--section.field VALUE`, `--section.field=VALUE` or `section.field=VALUE`.
+    """
+    sections = {section.name for section in dataclasses.fields(Config)}
+    rest: list[str] = []
+    overrides: list[str] = []
+    words = iter(argv)
+    for word in words:
+        name, equals, _ = word.partition("=")
+        is_field = "." in name and (word.startswith("--") or (equals and name.partition(".")[0] in sections))
+        if not is_field:
+            rest.append(word)
+        elif equals:
+            overrides.append(word)
+        else:
+            overrides += [word, *itertools.islice(words, 1)]
+    return rest, overrides
+
+
+def _check(options: type, argv: Sequence[str], command: str, other_names: list[str]) -> None:
+    """All that may be wrong, before tyro sees it: its messages are framed, and too long for one line."""
+    kinds = {name: kind for name, kind in field_types(options).items() if "." not in name}
+    positional, required = _positional(options), _required(options)
+    seen: set[str] = set()
+    words: list[str] = []
+    remaining = iter(argv)
+    for word in remaining:
+        if not word.startswith("-"):
+            words.append(word)
+            continue
+        spelled, equals, text = word.partition("=")
+        name = spelled.removeprefix("--").replace("-", "_")
+        if name not in kinds or name in positional or not word.startswith("--"):
+            known = [_spelled(known) for known in [*kinds, "help", *other_names] if known not in positional]
+            raise UserError(f"there is no option {spelled!r}{nearest(_spelled(name), known)}")
+        seen.add(name)
+        if kinds[name] is not bool:
+            parse_value(text if equals else _next(remaining, spelled, kinds[name]), kinds[name], spelled)
+        elif equals:
+            raise UserError(f"{spelled} takes no value; leave {equals + text!r} out")
+    for surplus in words[len(positional) :]:
+        raise UserError(f"{surplus!r} is one word too many (see transformer-jax {command} --help)")
+    seen |= set(positional[: len(words)])
+    missing = [name.upper() if name in positional else _spelled(name) for name in required if name not in seen]
+    if missing:
+        raise UserError(f"{' and '.join(missing)} must be given (see transformer-jax {command} --help)")
+
+
+def _next(words: Iterator[str], option: str, kind: object) -> str:
+    text = next(words, "--")
+    if text.startswith("--"):
+        raise UserError(f"{option} needs a value: {describe_type(kind)}")
+    return text
+
+
+def _spelled(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _positional(options: type) -> list[str]:
+    hints = get_type_hints(options, include_extras=True)
+    return [name for name, hint in hints.items() if tyro.conf.Positional in getattr(hint, "__metadata__", ())]
+
+
+def _required(options: Any) -> list[str]:
+    return [
+        option.name
+        for option in dataclasses.fields(options)
+        if option.default is dataclasses.MISSING and option.default_factory is dataclasses.MISSING
+    ]
+
+
+def given(options: object, *names: str) -> dict[str, Any]:
+    """The named options that were given: those that are not None, as arguments for a call."""
+    return {name: value for name in names if (value := getattr(options, name)) is not None}

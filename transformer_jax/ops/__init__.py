@@ -1,0 +1,1 @@
+"""The paper's mathematics as functions of arrays: jax and numpy only."""

@@ -1,0 +1,73 @@
+"""Scaled dot-product and multi-head attention (section 3.2) as einsums.
+
+The alphabet of the whole package: in einsum strings, in annotations and in the table of shardings a capital letter is
+one dimension.
+
+    B batch   T target or query positions   S source or key positions   R rows: positions of all sentences, B * T
+    D d_model   H heads   K d_k   V d_v   F d_ff   W vocabulary (word pieces)   N layers   M beams
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from transformer_jax.ops.dropout import dropout
+
+
+def project_heads(x: Float[Array, "B T D"], w: Float[Array, "D H K"], b: Float[Array, "H K"] | None) -> Array:
+    """x W_i for all heads at once, [B T D] -> [B T H K].
+
+    The product runs over rows: with the two leading dimensions kept apart, XLA lays out the weight's gradient so that a
+    train step on a CPU takes 1.3 times as long.
+    """
+    batch, length, d_model = x.shape
+    heads = jnp.einsum("RD,DHK->RHK", x.reshape(batch * length, d_model), w)
+    if b is not None:
+        heads = heads + b
+    return heads.reshape(batch, length, *w.shape[1:])
+
+
+def merge_heads(x: Float[Array, "B T H V"], w: Float[Array, "H V D"], b: Float[Array, "D"] | None) -> Array:
+    """Concat(head_1, ..., head_h) W_o, [B T H V] -> [B T D]."""
+    batch, length, heads, d_v = x.shape
+    out = jnp.einsum("RHV,HVD->RD", x.reshape(batch * length, heads, d_v), w)
+    if b is not None:
+        out = out + b
+    return out.reshape(batch, length, -1)
+
+
+def attention_weights(
+    q: Float[Array, "B T H K"], k: Float[Array, "B S H K"], mask: Bool[Array, "#B #H #T S"] | None
+) -> Float[Array, "B H T S"]:
+    """softmax(Q K^T / sqrt(d_k)) in float32 (equation 1); a query that may see no key gets weights of zero.
+
+    The mask is True where a query may look. Masked weights are exactly zero in every dtype, also in rows that are all
+    masked, and their gradients are finite.
+    """
+    logits = jnp.einsum("BTHK,BSHK->BHTS", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
+    if mask is None:
+        return jax.nn.softmax(logits, axis=-1)
+    # The row maximum carries no gradient (it cancels). Where nothing is visible it would be -inf: 0 then, and the sum of
+    # no exponentials, 0, becomes 1, so that the row is zeros with zero gradients.
+    highest = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, where=mask, initial=jnp.finfo(jnp.float32).min))
+    exponentials = jnp.where(mask, jnp.exp(jnp.where(mask, logits - highest, 0.0)), 0.0)
+    total = exponentials.sum(axis=-1, keepdims=True)
+    return exponentials / jnp.where(total == 0.0, 1.0, total)
+
+
+def attend(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S H K"],
+    v: Float[Array, "B S H V"],
+    mask: Bool[Array, "#B #H #T S"] | None,
+    *,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+) -> Float[Array, "B T H V"]:
+    """Attention(Q, K, V), equation 1, for every head; computes in the dtype of v, the softmax in float32."""
+    with jax.named_scope("attention_weights"):
+        weights = attention_weights(q, k, mask)
+        if dropout_key is not None:
+            weights = dropout(weights, dropout_rate, dropout_key)
+    with jax.named_scope("weighted_values"):
+        return jnp.einsum("BHTS,BSHV->BTHV", weights.astype(v.dtype), v)

@@ -1,0 +1,25 @@
+"""The position-wise feed-forward network (section 3.3)."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from transformer_jax.ops.dropout import dropout
+
+
+def feed_forward(
+    x: Float[Array, "B T D"],
+    w_1: Float[Array, "D F"],
+    b_1: Float[Array, "F"],
+    w_2: Float[Array, "F D"],
+    b_2: Float[Array, "D"],
+    *,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+) -> Float[Array, "B T D"]:
+    """max(0, x W_1 + b_1) W_2 + b_2 (equation 2), over rows as `ops.attention.project_heads` does and for its reason."""
+    batch, length, d_model = x.shape
+    hidden = jax.nn.relu(jnp.einsum("RD,DF->RF", x.reshape(batch * length, d_model), w_1) + b_1)
+    if dropout_key is not None:
+        hidden = dropout(hidden, dropout_rate, dropout_key)
+    return (jnp.einsum("RF,FD->RD", hidden, w_2) + b_2).reshape(batch, length, d_model)

@@ -1,0 +1,1 @@
+"""Devices: the mesh, and how arrays lie on it."""

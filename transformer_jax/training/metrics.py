@@ -1,0 +1,98 @@
+"""What a run writes down: metrics.jsonl, TensorBoard events, and the picture of both."""
+
+import json
+import math
+import pathlib
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+
+class MetricsWriter:
+    """Appends to a run's metrics.jsonl and TensorBoard events; lines after the step gone on from are dropped first."""
+
+    def __init__(self, workdir: pathlib.Path, step: int) -> None:
+        self._path = workdir / "metrics.jsonl"
+        kept = [line for line in read_metrics(self._path) if line["step"] <= step]
+        self._path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        self._file = self._path.open("a", encoding="utf-8")
+        self._events: Any = None
+        self._waiting: list[tuple[int, dict[str, float]]] = []
+        # Importing tensorboardX takes up to 3 s, which the first steps need not wait for.
+        self._opening = threading.Thread(target=self._open_events, args=(workdir, step), daemon=True)
+        self._opening.start()
+
+    def _open_events(self, workdir: pathlib.Path, step: int) -> None:
+        from tensorboardX import SummaryWriter
+
+        self._events = SummaryWriter(str(workdir), purge_step=step + 1 if step else None)
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """One line, on disk at once. Numbers also go to TensorBoard under their names."""
+        line = {"step": step, **values}
+        self._file.write(json.dumps({k: _finite(v) for k, v in line.items()}, ensure_ascii=False) + "\n")
+        self._file.flush()
+        self._waiting.append((step, {k: v for k, v in values.items() if isinstance(v, int | float)}))
+        if not self._opening.is_alive():
+            self._flush()
+
+    def _flush(self) -> None:
+        for step, numbers in self._waiting:
+            for name, value in numbers.items():
+                self._events.add_scalar(name, value, step)
+        self._waiting.clear()
+
+    def close(self) -> None:
+        """Writes out what is left."""
+        self._file.close()
+        self._opening.join()
+        self._flush()
+        self._events.close()
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; none where it is missing. A last line cut short by a kill is left out."""
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_text(encoding="utf-8").split("\n"):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            lines.append(line)
+    return lines
+
+
+def draw_curve(workdir: pathlib.Path) -> pathlib.Path | None:
+    """curve.png: loss of training and dev text, learning rate, and BLEU and chrF against updates."""
+    lines = read_metrics(workdir / "metrics.jsonl")
+    if not lines:
+        return None
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    losses, scores = figure.subplots(1, 2)
+    for axes, series in (
+        (losses, {"loss": ("train, smoothed labels", "C0-"), "nll": ("train", "C1-"), "dev_nll": ("dev", "C3o-")}),
+        (scores, {"dev_bleu": ("BLEU", "C0o-"), "dev_chrf": ("chrF2", "C2o-")}),
+    ):
+        for name, (label, style) in series.items():
+            points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+            if points:
+                axes.plot(*zip(*points, strict=True), style, label=label, markersize=4, linewidth=1.2)
+        axes.set_xlabel("updates")
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
+    losses.set_ylabel("nats per target piece")
+    scores.set_ylabel("dev set, beam search, percent")
+    scores.set_ylim(bottom=0)
+    path = workdir / "curve.png"
+    figure.savefig(path, dpi=110)
+    return path

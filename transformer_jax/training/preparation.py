@@ -1,0 +1,141 @@
+"""From a configuration to everything a run needs before its first update: tokenizer, tokenized text, batch plan."""
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from transformer_jax.config import Config, ModelConfig
+from transformer_jax.data.batches import BatchPlan, plan_batches
+from transformer_jax.data.sources import ParallelText, Splits, load_splits
+from transformer_jax.data.store import TokenStore, build_store
+from transformer_jax.data.tokenizer import Tokenizer
+from transformer_jax.errors import UserError
+
+# Fields that may differ between a run and the command that continues it: none changes an update.
+_FREE = {
+    "data": {"data_dir", "cache_dir"},
+    "train": {
+        "evaluate_every", "evaluate_sentences", "checkpoint_every", "keep_checkpoints", "average_checkpoints", "log_every",
+    },
+}  # fmt: skip
+_FREE_SECTIONS = {"search", "mesh"}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run's text, ready for training."""
+
+    config: Config
+    """The configuration with model.vocab_size filled in."""
+    tokenizer: Tokenizer
+    splits: Splits
+    train: TokenStore
+    dev: TokenStore
+    plan: BatchPlan
+    """Batches of the training text."""
+    dev_plan: BatchPlan
+    """Batches of the dev text, of the same static shapes."""
+
+
+def prepare(config: Config, workdir: pathlib.Path, devices: int, say: Callable[[str], None]) -> Prepared:
+    """Makes or opens a run's folder: config.json, tokenizer.model and tokenized text.
+
+    Everything is checked before anything is written; what an earlier command made is used again.
+
+    Raises:
+        UserError: faulty text or files, or a folder that holds a run of another configuration or tokenizer.
+    """
+    stored = stored_config(workdir)
+    if stored is not None:
+        require_same_run(stored, config, workdir)
+    splits = load_splits(config.data)
+    for note in splits.notes:
+        say(note)
+    tokenizer = _tokenizer(config, workdir, splits.train, say)
+    config = dataclasses.replace(config, model=_with_vocabulary(config, tokenizer))
+    folder = pathlib.Path(config.data.cache_dir) if config.data.cache_dir else workdir / "data"
+    train, dev = (build_store(text, tokenizer, folder) for text in (splits.train, splits.dev))
+    plan = plan_batches(
+        train.lengths, config.data, seed=config.train.seed, row_multiple=devices, name=splits.train.name
+    )
+    dev_plan = dataclasses.replace(
+        plan_batches(dev.lengths, config.data, seed=0, row_multiple=devices, name=splits.dev.name), shapes=plan.shapes
+    )
+    write_whole(workdir / "config.json", config.to_json())
+    return Prepared(config, tokenizer, splits, train, dev, plan, dev_plan)
+
+
+def stored_config(workdir: pathlib.Path) -> Config | None:
+    """The configuration in a run's folder, None in a new one."""
+    path = workdir / "config.json"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        if (workdir / "checkpoints").is_dir() and any((workdir / "checkpoints").iterdir()):
+            raise UserError(f"{workdir}: has checkpoints but no config.json; choose another --workdir") from None
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); choose another --workdir") from error
+    return Config.from_json(text, str(path))
+
+
+def require_same_run(stored: Config, config: Config, workdir: pathlib.Path) -> None:
+    """Raises UserError where `config` would go on with a run in another way than it began."""
+    for section in dataclasses.fields(Config):
+        old, new = getattr(stored, section.name), getattr(config, section.name)
+        if section.name in _FREE_SECTIONS:
+            continue
+        for name in (item.name for item in dataclasses.fields(old)):
+            before, now = getattr(old, name), getattr(new, name)
+            free = name in _FREE.get(section.name, ()) or (section.name, name, now) == ("model", "vocab_size", None)
+            if (section.name, name) == ("train", "steps") and config.optimizer.decay == "inverse_sqrt":
+                free = True
+            if before != now and not free:
+                raise UserError(
+                    f"{workdir} holds a run with {section.name}.{name} {before!r}, and this command says {now!r}: "
+                    "choose another --workdir, or give the run's own value to go on with it"
+                )
+
+
+def write_whole(path: pathlib.Path, text: str) -> None:
+    """Writes a small file so that readers see the old or the new one, never a part."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror or error}); choose another --workdir") from error
+
+
+def _tokenizer(config: Config, workdir: pathlib.Path, text: ParallelText, say: Callable[[str], None]) -> Tokenizer:
+    path = workdir / "tokenizer.model"
+    given = Tokenizer.load(config.data.tokenizer) if config.data.tokenizer else None
+    if path.exists():
+        tokenizer = Tokenizer.load(path)
+        if given is not None and given.digest != tokenizer.digest:
+            raise UserError(
+                f"{path} is not the tokenizer that data.tokenizer names ({config.data.tokenizer}): choose another --workdir"
+            )
+        return tokenizer
+    if given is not None:
+        given.save(path)
+        return given
+    tokenizer = Tokenizer.train(
+        text.sentences(), path, vocab_size=config.data.vocab_size, model_type=config.data.tokenizer_type
+    )
+    say(f"tokenizer  {tokenizer.size:,} word pieces ({config.data.tokenizer_type}) learned from {text.name}")
+    if tokenizer.size < config.data.vocab_size:
+        say(f"           the text gives no more: data.vocab_size asked for {config.data.vocab_size:,}")
+    return tokenizer
+
+
+def _with_vocabulary(config: Config, tokenizer: Tokenizer) -> ModelConfig:
+    rows = config.model.vocab_size
+    if rows is not None and rows < tokenizer.size:
+        raise UserError(
+            f"model.vocab_size is {rows}, but the tokenizer has {tokenizer.size} pieces: leave it out or raise it"
+        )
+    return dataclasses.replace(config.model, vocab_size=rows or tokenizer.size)

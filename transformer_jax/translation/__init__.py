@@ -1,0 +1,1 @@
+"""From text to text: search over a model's word pieces, in batches of few shapes."""
