@@ -47,6 +47,7 @@ class TorchModel(nn.Module):
         self.register_buffer("causal", torch.triu(torch.full((LENGTH, LENGTH), float("-inf")), 1))
 
     def forward(self, source: torch.Tensor, target: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The loss."""
         scale = self.embedding.shape[1] ** 0.5
         x, y = (self.dropout(self.embedding[t] * scale + self.positions) for t in (source, target))
         out = self.transformer(x, y, tgt_mask=self.causal, tgt_is_causal=True)
@@ -119,7 +120,7 @@ def main() -> None:
         if arguments.compile:
             steps["torch.compile"] = torch_step(d_model, tokens, True)
         times: dict[str, list[float]] = {name: [] for name in steps}
-        for name, step in steps.items():
+        for step in steps.values():
             for _ in range(3):
                 step()
         for _ in range(arguments.rounds):

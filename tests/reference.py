@@ -90,7 +90,9 @@ def final_norm(config, params, name, x):
     """Pre-norm stacks end with one more normalisation."""
     if config.norm == "post":
         return x
-    return layer_norm({leaf: np.asarray(array, np.float64) for leaf, array in params[name].items()}, x, config.norm_epsilon)
+    return layer_norm(
+        {leaf: np.asarray(array, np.float64) for leaf, array in params[name].items()}, x, config.norm_epsilon
+    )
 
 
 def encode(config, params, source):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_models import BOS, VOCABULARY, random_params, rows, sentence, small_config
+from small_models import BOS, QUICK, VOCABULARY, random_params, rows, sentence, small_config
 
 from transformer_jax.model.cache import decode_step, decoder_layers, encode_source, reorder_beams, start_cache
 from transformer_jax.model.transformer import Transformer
@@ -32,9 +32,10 @@ def three_layers(changes):
 
 def stepper(config, params, source):
     """A jitted (cache, tokens, parents) -> logits, cache; beams are reordered first, as a search does."""
-    layers, encoded = decoder_layers(config, params), encode_source(config, params, source)
+    layers = decoder_layers(config, params)
+    encoded = jax.jit(functools.partial(encode_source, config), compiler_options=QUICK)(params, source)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=QUICK)
     def step(cache, tokens, parents):
         return decode_step(config, params, layers, encoded, reorder_beams(cache, parents), tokens)
 
@@ -43,7 +44,7 @@ def stepper(config, params, source):
 
 @functools.cache
 def full_pass(config):
-    return jax.jit(Transformer(config).apply)
+    return jax.jit(Transformer(config).apply, compiler_options=QUICK)
 
 
 @variants

@@ -1,4 +1,4 @@
-"""Attention, masks, dropout, loss, schedule, positions and normalisation, each against numbers or the paper in numpy."""
+"""Attention, masks, dropout, loss, schedule, positions and normalisation against numbers and the paper in numpy."""
 
 import math
 
@@ -180,7 +180,7 @@ def test_words_are_uniform_in_every_byte():
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_no_row_or_column_is_favoured(axis):
-    """Kept elements per row (and column) vary as coin tosses do: chi-square with 256 degrees, standard deviation 22.6."""
+    """Kept elements of each vary as coin tosses do: chi-square with 256 degrees of freedom, standard deviation 22.6."""
     for key in KEYS:
         kept = (np.asarray(random_words(key, (256, 256))) >= 2**31).sum(axis=axis)
         chi_square = ((kept - 128.0) ** 2 / 64.0).sum()

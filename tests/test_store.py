@@ -10,7 +10,7 @@ import pytest
 from transformer_jax.data import store as store_module
 from transformer_jax.data.parallel_text import ParallelText, TwoFiles
 from transformer_jax.data.store import TokenStore, build_store
-from transformer_jax.data.tokenizer import Tokenizer
+from transformer_jax.data.tokenizer import EOS_ID, Tokenizer
 from transformer_jax.errors import UserError
 
 PAIRS = [(f"the file number {i} {'x ' * (i % 9)}", f"die Datei Nummer {i}") for i in range(60)]
@@ -67,7 +67,7 @@ def test_every_pair_is_at_its_place(tokenizer, tmp_path, small_chunks):
     store = build_store(Listed(PAIRS), tokenizer, tmp_path, on_progress=progress.append)
     assert len(store) == 60
     assert rows(store) == expected(tokenizer)
-    assert store.source(4).tolist() == [tokenizer.eos_id] == store.target(7).tolist()
+    assert store.source(4).tolist() == [EOS_ID] == store.target(7).tolist()
     assert progress == [16, 32, 48, 60]
     assert store.source_ids.dtype == store.target_ids.dtype == np.uint16
     assert store.source_offsets.dtype == np.int64

@@ -10,7 +10,7 @@ import pytest
 import sentencepiece
 
 from transformer_jax.data.text import is_blank
-from transformer_jax.data.tokenizer import Tokenizer
+from transformer_jax.data.tokenizer import BOS_ID, EOS_ID, PAD_ID, UNK_ID, Tokenizer
 from transformer_jax.errors import UserError
 
 LINES = [f"The file number {i} is saved in folder {i % 7}; größer, naïve café." for i in range(50)]
@@ -35,7 +35,7 @@ def round_trip(tokenizer, text):
 
 
 def test_ids_and_round_trip(tokenizer):
-    assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id, tokenizer.unk_id) == (0, 1, 2, 3)
+    assert tokenizer.pieces([PAD_ID, EOS_ID, BOS_ID, UNK_ID]) == ["<pad>", "</s>", "<s>", "<unk>"]
     ids = tokenizer.encode([*LINES, ""])
     assert len(ids) == 51
     assert all(row[-1] == 1 and 0 not in row and 2 not in row and 3 not in row for row in ids)
@@ -117,19 +117,18 @@ def test_long_lines_are_learnt_from(tmp_path):
 
 
 def test_ids_are_read_from_the_model(tmp_path):
-    """V2: the same text has the same number of unpadded pieces wherever the ids lie."""
+    """V2: wherever a model has its control ids, they are read from it, and its pieces get our numbers."""
     tokenizers = []
     for name, ids in (("a", (0, 1, 2, 3)), ("b", (3, 0, 1, 2))):
         (tmp_path / name).write_bytes(foreign_model(*ids))
         tokenizers.append(Tokenizer.load(tmp_path / name))
-    assert [(t.pad_id, t.unk_id, t.bos_id, t.eos_id) for t in tokenizers] == [(0, 1, 2, 3), (3, 0, 1, 2)]
-    rows = [t.encode(["The file <s> in folder 0"])[0] for t in tokenizers]
-    assert [row[-1] for row in rows] == [3, 2]
-    counts = [sum(i != t.pad_id for i in row) for t, row in zip(tokenizers, rows, strict=True)]
-    assert counts[0] == counts[1] == len(rows[0])
-    assert [t.decode([[t.bos_id, *row, t.pad_id]]) for t, row in zip(tokenizers, rows, strict=True)] == [
-        ["The file <s> in folder 0"]
-    ] * 2
+    text = "The file <s> in folder 0"
+    rows = [t.encode([text])[0] for t in tokenizers]
+    assert rows[0] == rows[1]
+    assert rows[0][-1] == EOS_ID and PAD_ID not in rows[0]
+    assert tokenizers[0].pieces(rows[0]) == tokenizers[1].pieces(rows[1])
+    assert tokenizers[1].pieces([PAD_ID, EOS_ID, BOS_ID, UNK_ID]) == ["<pad>", "</s>", "<s>", "<unk>"]
+    assert [t.decode([[BOS_ID, *row, PAD_ID]]) for t, row in zip(tokenizers, rows, strict=True)] == [[text]] * 2
 
 
 @pytest.mark.parametrize(("ids", "kind"), [((-1, 0, 1, 2), "pad"), ((3, 0, -1, 2), "bos"), ((3, 0, 1, -1), "eos")])
@@ -176,7 +175,7 @@ def test_control_symbols_in_text_are_text(tokenizer):
 def test_control_symbols_in_training_text_clash_with_nothing(tmp_path):
     """T9: as a training target."""
     tokenizer = Tokenizer.train(["stop </s> here <pad> <unk> <s> end"] * 20, tmp_path / "m", vocab_size=400)
-    assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id, tokenizer.unk_id) == (0, 1, 2, 3)
+    assert tokenizer.pieces([PAD_ID, EOS_ID, BOS_ID, UNK_ID]) == ["<pad>", "</s>", "<s>", "<unk>"]
     ids = tokenizer.encode(["stop </s> here <pad> <unk> <s> end"])[0]
     assert not {0, 1, 2, 3} & set(ids[:-1])
     assert round_trip(tokenizer, "<s> </s>") == "<s> </s>"

@@ -100,6 +100,17 @@ class ModelConfig:
         )
 
     @property
+    def embedding_rows(self) -> int:
+        """vocab_size (W), once it is known.
+
+        Raises:
+            UserError: it is still None.
+        """
+        if self.vocab_size is None:
+            raise UserError("model.vocab_size is None: set it to the number of the tokenizer's pieces")
+        return self.vocab_size
+
+    @property
     def key_size(self) -> int:
         """d_k, or its default d_model / num_heads (K)."""
         return self.d_k if self.d_k is not None else self.d_model // self.num_heads

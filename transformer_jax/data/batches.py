@@ -1,12 +1,13 @@
 """The batch plan: a pure numpy function of lengths, epoch and seed that says which examples lie in which row.
 
-Packed (the default): a row of a fixed width holds several whole sentence pairs, kept apart by segment masks, so that one
-static shape serves all of training. By length: a row holds one pair and a batch has one of a few widths.
+Packed (the default): a row of a fixed width holds several whole sentence pairs, kept apart by segment masks, so that
+one static shape serves all of training. By length: a row holds one pair and a batch has one of a few widths.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -31,6 +32,7 @@ class Batch(NamedTuple):
     target_positions: np.ndarray  # [B T]
 
 
+@runtime_checkable
 class Examples(Protocol):
     """What a plan draws on: `data.store.TokenStore`."""
 
@@ -77,13 +79,13 @@ class BatchPlan:
         return len(self.lengths) - len(self.kept)
 
     def epoch(self, epoch: int) -> list[PlannedBatch]:
-        """All batches of an epoch in order; every kept example in exactly one of them. A negative epoch is not shuffled."""
+        """All batches of an epoch in order, every kept example in exactly one of them; not shuffled if negative."""
         order = self.kept
         generator = np.random.default_rng([self.seed, max(epoch, 0)])
         if epoch >= 0:
             order = generator.permutation(order)
         if self.packing:
-            batches = _packed(order, self.lengths, self.shapes[0])
+            batches = _packed(order, self.lengths, self.shapes[0], generator if epoch >= 0 else None)
         else:
             batches = _by_length(order, self.lengths, self.shapes)
         return [batches[i] for i in generator.permutation(len(batches))] if epoch >= 0 else batches
@@ -138,7 +140,9 @@ def _bucket_shapes(longest: np.ndarray, batch_tokens: int, max_length: int) -> t
     return tuple(Shape(max(batch_tokens // width, 1), width, width) for width in widths)
 
 
-def _packed(order: np.ndarray, lengths: np.ndarray, shape: Shape) -> list[PlannedBatch]:
+def _packed(
+    order: np.ndarray, lengths: np.ndarray, shape: Shape, generator: np.random.Generator | None
+) -> list[PlannedBatch]:
     """Packs pool after pool; what does not fit goes to the head of the next pool, and at the end to rows of its own."""
     width = np.array([shape.source_width, shape.target_width])
     rows: list[np.ndarray] = []
@@ -157,6 +161,12 @@ def _packed(order: np.ndarray, lengths: np.ndarray, shape: Shape) -> list[Planne
                 break
             pool = waiting
     examples, row_of = np.concatenate(rows), np.concatenate(row_ids)
+    used = np.bincount(row_of) > 0
+    row_of = (np.cumsum(used) - 1)[row_of]
+    if generator is not None:
+        # Rows of a pool lie by length of their longest pair: cut as they are, batches would differ in kind, and much the
+        # same pairs would meet in every epoch.
+        row_of = generator.permutation(np.count_nonzero(used))[row_of]
     return _cut(examples, row_of, shape)
 
 
@@ -184,7 +194,6 @@ def _pack_pool(
         placed.append(pool[chunk[fits]])
         row_of.append(roomiest[fits])
         left.append(chunk[~fits])
-    # A second chance, smallest last: the rounds leave short examples that still fit somewhere.
     waiting = np.concatenate(left) if left else order[:0]
     return np.concatenate(placed), np.concatenate(row_of), pool[np.sort(waiting)]
 
@@ -196,7 +205,7 @@ def _cut(examples: np.ndarray, row_of: np.ndarray, shape: Shape) -> list[Planned
     bounds = np.searchsorted(row_of, np.arange(batches + 1) * shape.rows)
     return [
         PlannedBatch(shape, examples[lo:hi], row_of[lo:hi] - i * shape.rows)
-        for i, (lo, hi) in enumerate(zip(bounds[:-1], bounds[1:], strict=True))
+        for i, (lo, hi) in enumerate(itertools.pairwise(bounds))
         if hi > lo
     ]
 

@@ -30,7 +30,7 @@ from transformer_jax.data.text import is_blank
 from transformer_jax.errors import UserError
 
 PAD_ID, EOS_ID, BOS_ID, UNK_ID = 0, 1, 2, 3
-"""Ids of the control pieces in models trained here; of a loaded model ask `Tokenizer.pad_id` and so on."""
+"""Ids of the control pieces, whatever model is loaded: a foreign one's pieces are renumbered."""
 
 # Learning from more sentences takes longer and changes little: two million give every common word piece.
 _MAX_SENTENCES = 2_000_000
@@ -54,8 +54,9 @@ _NO_LINE_BREAKS = dict.fromkeys((*_CONTROLS, 0x2028, 0x2029), " ")
 class Tokenizer:
     """Sentences to ids and back.
 
-    Ids are read from the model, never assumed. A SentencePiece model from elsewhere works if it has ids for padding,
-    beginning and end.
+    A SentencePiece model from elsewhere works if it has ids for padding, beginning and end. They are read from the
+    model, never assumed; its control pieces then get the ids that this package uses everywhere (PAD 0, EOS 1, BOS 2,
+    UNK 3), and its other pieces the ids after them, in their order.
     """
 
     def __init__(self, model: bytes, name: str = "tokenizer model") -> None:
@@ -73,10 +74,13 @@ class Tokenizer:
             raise UserError(f"{name}: not a SentencePiece model; give the .model file that training wrote") from error
         self.size: int = self._processor.get_piece_size()
         """Number of word pieces, control pieces counted (W)."""
-        self.pad_id = self._require_id("pad", name)
-        self.eos_id = self._require_id("eos", name)
-        self.bos_id = self._require_id("bos", name)
-        self.unk_id: int = self._processor.unk_id()
+        controls = [*(self._require_id(kind, name) for kind in ("pad", "eos", "bos")), self._processor.unk_id()]
+        self._theirs = [*controls, *(i for i in range(self.size) if i not in controls)]
+        """The model's own id of each of our ids."""
+        self._ours = [0] * self.size
+        for ours, theirs in enumerate(self._theirs):
+            self._ours[theirs] = ours
+        self._own_numbering = self._theirs == list(range(self.size))
         self.digest: str = hashlib.sha256(model).hexdigest()
         """SHA-256 of the model, hexadecimal."""
 
@@ -159,7 +163,7 @@ class Tokenizer:
         except (RuntimeError, TypeError):  # by the number of sentences, says the library
             _refuse_surrogates(lines)
             raise
-        return ids
+        return ids if self._own_numbering else [[self._ours[i] for i in row] for row in ids]
 
     def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
         """The text of each row of ids; nothing in it ends a line.
@@ -170,19 +174,19 @@ class Tokenizer:
         """
         if not ids:
             return []
-        rows = [[int(i) for i in row if 0 <= i < self.size] for row in ids]
+        rows = [[self._theirs[i] for i in row if 0 <= i < self.size] for row in ids]
         texts: list[str] = self._processor.decode(rows)
         return [text.translate(_NO_LINE_BREAKS) for text in texts]
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The word pieces by name, for people to read: '▁' is a space, `<0x0A>` a byte."""
-        return [self._processor.id_to_piece(int(i)) for i in ids]
+        return [self._processor.id_to_piece(self._theirs[i]) for i in ids]
 
     def __reduce__(self) -> tuple[type["Tokenizer"], tuple[bytes]]:
         """Pickles as the model's bytes."""
         return Tokenizer, (self._model,)
 
-    def _require_id(self, kind: Literal["pad", "eos", "bos"], name: str) -> int:
+    def _require_id(self, kind: str, name: str) -> int:
         found: int = getattr(self._processor, f"{kind}_id")()
         if found < 0:
             raise UserError(f"{name}: has no {kind} id; train it again with --{kind}_id set (spm_train), or train ours")

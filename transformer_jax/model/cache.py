@@ -41,9 +41,9 @@ def decoder_layers(config: ModelConfig, params: Params) -> list[Params]:
 
 def encode_source(config: ModelConfig, params: Params, source: Int[Array, "B S"]) -> SourceCache:
     """Runs the encoder and projects its output to every decoder layer's keys and values."""
-    memory = Transformer(config).apply({"params": params}, source, method="encode")
+    memory: Any = Transformer(config).apply({"params": params}, source, method="encode")
     layer = DecoderLayer(config)
-    pairs = [
+    pairs: list[Any] = [
         layer.apply({"params": layer_params}, memory, method="source_keys_values")
         for layer_params in decoder_layers(config, params)
     ]
@@ -82,18 +82,19 @@ def decode_step(
     visible = (ancestry[..., None] == own) & past[:, None]  # -> [B M L M]
     self_mask = visible.reshape(batch, 1, beams, max_length * beams)
     position = cache.position[None, None]
-    x = model.apply(
+    x: Any = model.apply(
         {"params": params}, tokens.reshape(batch, beams), position, length=max_length, method="embed_target"
     )  # -> [B M D]
-    new_layers = []
+    new_layers: list[LayerCache] = []
     for i, layer_params in enumerate(layers):
-        x, layer_cache = DecoderLayer(config).apply(
+        stepped: Any = DecoderLayer(config).apply(
             {"params": layer_params},
             x, source.keys[i], source.values[i], source.mask, cache.layers[i], self_mask, cache.position,
             method="step",
         )  # fmt: skip
+        x, layer_cache = stepped
         new_layers.append(layer_cache)
-    logits = model.apply({"params": params}, x, method="logits")
+    logits: Any = model.apply({"params": params}, x, method="logits")
     return logits.reshape(batch * beams, -1), DecodeCache(tuple(new_layers), ancestry, cache.position + 1)
 
 

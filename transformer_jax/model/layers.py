@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from transformer_jax.config import ModelConfig

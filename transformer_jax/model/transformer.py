@@ -136,14 +136,16 @@ class Transformer(nn.Module):
     def setup(self) -> None:
         """Declares embeddings, positions and stacks."""
         config = self.config
-        if config.vocab_size is None:
-            raise ValueError("model.vocab_size is None: set it to the tokenizer's size")
-        shape = (config.vocab_size, config.d_model)
-        # Scaled by sqrt(d_model) going in, so that an embedded piece has unit variance; used as it is before the softmax.
+        shape = (config.embedding_rows, config.d_model)
+        # An embedded piece, scaled by sqrt(d_model), has unit variance; before the softmax the matrix is used as it is.
         init = nn.initializers.normal(config.d_model**-0.5)
-        names = ("embedding",) if config.tied_embeddings else ("source_embedding", "target_embedding", "output_embedding")
+        names = (
+            ("embedding",) if config.tied_embeddings else ("source_embedding", "target_embedding", "output_embedding")
+        )
         matrices = [self.param(name, init, shape) for name in names]
-        self.source_matrix, self.target_matrix, self.output_matrix = matrices * 3 if config.tied_embeddings else matrices
+        self.source_matrix, self.target_matrix, self.output_matrix = (
+            matrices * 3 if config.tied_embeddings else matrices
+        )
         if config.positions == "learned":
             positions = (config.max_positions, config.d_model)
             self.source_positions = self.param("source_positions", init, positions)
@@ -248,12 +250,12 @@ class Transformer(nn.Module):
     ) -> Float[Array, "B T D"]:
         config = self.config
         if table is None:
-            table = sinusoids(length, config.d_model, config.sinusoids)
+            table = jnp.asarray(sinusoids(length, config.d_model, config.sinusoids))
         elif positions is None and length > table.shape[0]:
             raise ValueError(f"{length} positions, but model.max_positions is {table.shape[0]}")
         with jax.named_scope("embed"):
             x = matrix[tokens].astype(jnp.float32) * config.d_model**0.5
-            x = x + (table[None, :length] if positions is None else jnp.asarray(table)[positions])
+            x = x + (table[None, :length] if positions is None else table[positions])
             x = x.astype(config.dtype)
         if train and config.dropout:
             x = dropout(x, config.dropout, self.make_rng("dropout"))

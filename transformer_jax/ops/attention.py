@@ -47,9 +47,11 @@ def attention_weights(
     logits = jnp.einsum("BTHK,BSHK->BHTS", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
     if mask is None:
         return jax.nn.softmax(logits, axis=-1)
-    # The row maximum carries no gradient (it cancels). Where nothing is visible it would be -inf: 0 then, and the sum of
-    # no exponentials, 0, becomes 1, so that the row is zeros with zero gradients.
-    highest = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, where=mask, initial=jnp.finfo(jnp.float32).min))
+    # The row maximum carries no gradient (it cancels). Where nothing is visible the sum of
+    # no exponentials, 0, becomes 1, so that the row is zeros, with zero gradients.
+    highest = jax.lax.stop_gradient(
+        jnp.max(logits, axis=-1, keepdims=True, where=mask, initial=jnp.finfo(jnp.float32).min)
+    )
     exponentials = jnp.where(mask, jnp.exp(jnp.where(mask, logits - highest, 0.0)), 0.0)
     total = exponentials.sum(axis=-1, keepdims=True)
     return exponentials / jnp.where(total == 0.0, 1.0, total)

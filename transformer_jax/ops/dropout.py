@@ -17,8 +17,8 @@ def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
 def random_words(key: Array, shape: tuple[int, ...]) -> UInt32[Array, "..."]:
     """One 32-bit word for each element: a hash of the element's index, keyed twice by the key's two words.
 
-    threefry gives the same quality for cryptography's price: a mask of 2M elements takes it 19 to 37 ms on one CPU core,
-    this 1 ms, fused into the multiplication that uses it, so that the backward pass computes it anew and stores nothing.
+    threefry's price is that of cryptography: a mask of 2M elements takes it 19 to 37 ms on one CPU core, this 1 ms,
+    fused into the multiplication that uses it, so that the backward pass computes it anew and stores nothing.
     """
     words = jax.random.key_data(key).astype(jnp.uint32).reshape(-1)
     index = jnp.zeros(shape, jnp.uint32)

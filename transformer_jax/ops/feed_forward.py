@@ -17,7 +17,7 @@ def feed_forward(
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
 ) -> Float[Array, "B T D"]:
-    """max(0, x W_1 + b_1) W_2 + b_2 (equation 2), over rows as `ops.attention.project_heads` does and for its reason."""
+    """max(0, x W_1 + b_1) W_2 + b_2 (equation 2), over rows as in `ops.attention.project_heads`."""
     batch, length, d_model = x.shape
     hidden = jax.nn.relu(jnp.einsum("RD,DF->RF", x.reshape(batch * length, d_model), w_1) + b_1)
     if dropout_key is not None:

@@ -18,6 +18,6 @@ def padding_mask(tokens: Int[Array, "B S"]) -> Bool[Array, "B 1 1 S"]:
 
 
 def segment_mask(queries: Int[Array, "B T"], keys: Int[Array, "B S"]) -> Bool[Array, "B 1 T S"]:
-    """For rows that hold several sentences: a query sees keys of its own sentence. Segment 0 is padding and sees nothing."""
+    """A query sees keys of its own sentence, for rows that hold several. Segment 0 is padding and sees nothing."""
     same = queries[:, None, :, None] == keys[:, None, None, :]
     return same & (keys != 0)[:, None, None, :]

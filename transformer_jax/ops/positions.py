@@ -5,9 +5,7 @@ from typing import Literal
 import numpy as np
 
 
-def sinusoids(
-    length: int, d_model: int, layout: Literal["interleaved", "concatenated"] = "interleaved"
-) -> np.ndarray:
+def sinusoids(length: int, d_model: int, layout: Literal["interleaved", "concatenated"] = "interleaved") -> np.ndarray:
     """Positions 0 to length - 1, float32 [T D]: a constant of the compiled program, computed in float64.
 
     interleaved, the paper: PE(pos, 2i) = sin(pos / 10000^(2i/d_model)), PE(pos, 2i+1) = cos(same). concatenated,

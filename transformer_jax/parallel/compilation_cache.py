@@ -9,12 +9,12 @@ import jax
 
 
 def enable_compilation_cache() -> None:
-    """Keeps compiled programs in the user's cache folder, unless JAX is told of another (JAX_COMPILATION_CACHE_DIR).
+    """Keeps compiled programs in the user's cache folder, or in that which JAX_COMPILATION_CACHE_DIR names.
 
-    The folder's name holds a digest of the processor's features: XLA compiles for those of the machine it runs on, and a
-    home folder may be shared by unlike machines.
+    The folder's name holds a digest of the processor's features: XLA compiles for those of the machine it runs on, and
+    unlike machines may share a home folder.
     """
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(home / "transformer_jax" / f"programs-{_machine_digest()}"))
     # Programs that compile faster than this are not worth a file.

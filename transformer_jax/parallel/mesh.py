@@ -12,7 +12,9 @@ def make_mesh(config: MeshConfig) -> Mesh:
     available = len(jax.devices())
     size = available if config.data == -1 else config.data
     if size > available:
-        raise UserError(f"mesh.data is {size}, but there are {available} devices: give at most that many, or -1 for all")
+        raise UserError(
+            f"mesh.data is {size}, but there are {available} devices: give at most that many, or -1 for all"
+        )
     # Auto axes: under Explicit ones, flax's modules need a sharding for each intermediate.
     return jax.make_mesh((size,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
 

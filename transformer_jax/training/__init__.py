@@ -1,1 +1,1 @@
-
+"""The training loop and all that it needs."""

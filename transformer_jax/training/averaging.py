@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from transformer_jax.errors import UserError
-from transformer_jax.checkpointing.checkpoints import Checkpoints, load_params
 from transformer_jax.checkpointing.checkpoint_files import complete_steps
+from transformer_jax.checkpointing.checkpoints import Checkpoints, load_params
+from transformer_jax.errors import UserError
 
 
 def average_checkpoints(
@@ -43,7 +43,11 @@ def _add(total: Any, wide: Any, name: pathlib.Path) -> Any:
 
 
 def save_averaged(
-    run: pathlib.Path, params: Mapping[str, Any], steps: list[int], extra: Mapping[str, Any], warn: Callable[[str], None]
+    run: pathlib.Path,
+    params: Mapping[str, Any],
+    steps: list[int],
+    extra: Mapping[str, Any],
+    warn: Callable[[str], None],
 ) -> pathlib.Path:
     """Writes RUN/averaged, a folder that translates by itself: config.json, tokenizer.model, one checkpoint."""
     folder = run / "averaged"

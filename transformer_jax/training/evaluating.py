@@ -30,9 +30,7 @@ class Validation:
 
 def validate(prepared: Prepared, params: Any, loss_step: Callable[..., Any], translator: Translator) -> Validation:
     """Loss over the dev set, BLEU and chrF of its first train.evaluate_sentences sentences."""
-    sums = [
-        loss_step(params, assemble(planned, prepared.dev, bos_id=BOS)) for planned in prepared.dev_plan.epoch(-1)
-    ]
+    sums = [loss_step(params, assemble(planned, prepared.dev, bos_id=BOS)) for planned in prepared.dev_plan.epoch(-1)]
     nll, tokens = (sum(float(part[name]) for part in jax.device_get(sums)) for name in ("nll", "tokens"))
     pairs = [
         pair for pair, _ in zip(prepared.splits.dev, range(prepared.config.train.evaluate_sentences), strict=False)

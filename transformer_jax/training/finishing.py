@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
+from transformer_jax.checkpointing.checkpoints import Checkpoints
 from transformer_jax.evaluation.report import scores_table
 from transformer_jax.training.averaging import average_checkpoints, save_averaged
-from transformer_jax.checkpointing.checkpoints import Checkpoints
 from transformer_jax.training.evaluating import score_pairs
 from transformer_jax.training.metrics import draw_curve
 from transformer_jax.training.preparation import Prepared, write_whole
@@ -21,7 +21,7 @@ _SHOWN = 5  # translations printed beside their references
 
 
 def finish(prepared: Prepared, run: pathlib.Path, seconds: float, report: Reporter) -> None:
-    """Scores a run whose updates are all made; writes averaged/, results.json and curve.png. Done before, it only tells."""
+    """Scores a finished run, once; writes averaged/, results.json and curve.png."""
     path = run / "results.json"
     steps = prepared.config.train.steps
     results = _read(path)
@@ -55,7 +55,9 @@ def _score(prepared: Prepared, run: pathlib.Path, seconds: float, report: Report
         name, text = "dev", prepared.splits.dev
     pairs = list(text)
     report.say(f"scoring    {len(pairs):,} sentences of {text.name}, mean of checkpoints {', '.join(map(str, steps))}")
-    hypotheses, scores = score_pairs(Translator(prepared.config, params, prepared.tokenizer), pairs, data.target_language)
+    hypotheses, scores = score_pairs(
+        Translator(prepared.config, params, prepared.tokenizer), pairs, data.target_language
+    )
     page = [""]
     for (source, target), hypothesis in list(zip(pairs, hypotheses, strict=True))[:_SHOWN]:
         page += [f"source      {source}", f"translation {hypothesis}", f"reference   {target}", ""]

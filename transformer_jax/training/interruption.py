@@ -35,5 +35,7 @@ class Interruption:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         if error is None and self.asked is not None:
-            self._say(f"stopped by {signal.Signals(self.asked).name}: the checkpoint is safe, run the command again to go on")
+            self._say(
+                f"stopped by {signal.Signals(self.asked).name}: the checkpoint is safe, run the command again to go on"
+            )
             sys.exit(128 + self.asked)

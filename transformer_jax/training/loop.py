@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from transformer_jax.checkpointing.checkpoints import Checkpoints
 from transformer_jax.config import Config
 from transformer_jax.data.batches import PlannedBatch, assemble, batches_from
 from transformer_jax.errors import UserError
 from transformer_jax.ops.masks import BOS
 from transformer_jax.parallel.compilation_cache import enable_compilation_cache
 from transformer_jax.parallel.mesh import make_mesh, replicated, rows_sharding
-from transformer_jax.checkpointing.checkpoints import Checkpoints
 from transformer_jax.training.evaluating import validate
 from transformer_jax.training.finishing import finish
 from transformer_jax.training.interruption import Interruption
@@ -45,9 +45,7 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> None:
     with Reporter() as report:
         prepared = prepare(config, folder, mesh.size, report.say)
         report.attach(folder)
-        checkpoints = Checkpoints(
-            folder / "checkpoints", keep=prepared.config.train.keep_checkpoints, warn=report.warn
-        )
+        checkpoints = Checkpoints(folder / "checkpoints", keep=prepared.config.train.keep_checkpoints, warn=report.warn)
         with jax.set_mesh(mesh):
             run = _Run(prepared, folder, mesh, checkpoints, report)
             try:

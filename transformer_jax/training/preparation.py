@@ -6,18 +6,20 @@ import pathlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from transformer_jax.config import Config, ModelConfig
+from transformer_jax.config import Config
 from transformer_jax.data.batches import BatchPlan, plan_batches
 from transformer_jax.data.sources import ParallelText, Splits, load_splits
 from transformer_jax.data.store import TokenStore, build_store
 from transformer_jax.data.tokenizer import Tokenizer
 from transformer_jax.errors import UserError
+from transformer_jax.translation.run_folder import with_vocabulary
 
 # Fields that may differ between a run and the command that continues it: none changes an update.
 _FREE = {
     "data": {"data_dir", "cache_dir"},
     "train": {
-        "evaluate_every", "evaluate_sentences", "checkpoint_every", "keep_checkpoints", "average_checkpoints", "log_every",
+        "evaluate_every", "evaluate_sentences", "checkpoint_every", "keep_checkpoints", "average_checkpoints",
+        "log_every",
     },
 }  # fmt: skip
 _FREE_SECTIONS = {"search", "mesh"}
@@ -54,7 +56,7 @@ def prepare(config: Config, workdir: pathlib.Path, devices: int, say: Callable[[
     for note in splits.notes:
         say(note)
     tokenizer = _tokenizer(config, workdir, splits.train, say)
-    config = dataclasses.replace(config, model=_with_vocabulary(config, tokenizer))
+    config = dataclasses.replace(config, model=with_vocabulary(config.model, tokenizer))
     folder = pathlib.Path(config.data.cache_dir) if config.data.cache_dir else workdir / "data"
     train, dev = (build_store(text, tokenizer, folder) for text in (splits.train, splits.dev))
     plan = plan_batches(
@@ -117,7 +119,7 @@ def _tokenizer(config: Config, workdir: pathlib.Path, text: ParallelText, say: C
         tokenizer = Tokenizer.load(path)
         if given is not None and given.digest != tokenizer.digest:
             raise UserError(
-                f"{path} is not the tokenizer that data.tokenizer names ({config.data.tokenizer}): choose another --workdir"
+                f"{path} is not the tokenizer of data.tokenizer ({config.data.tokenizer}): choose another --workdir"
             )
         return tokenizer
     if given is not None:
@@ -130,12 +132,3 @@ def _tokenizer(config: Config, workdir: pathlib.Path, text: ParallelText, say: C
     if tokenizer.size < config.data.vocab_size:
         say(f"           the text gives no more: data.vocab_size asked for {config.data.vocab_size:,}")
     return tokenizer
-
-
-def _with_vocabulary(config: Config, tokenizer: Tokenizer) -> ModelConfig:
-    rows = config.model.vocab_size
-    if rows is not None and rows < tokenizer.size:
-        raise UserError(
-            f"model.vocab_size is {rows}, but the tokenizer has {tokenizer.size} pieces: leave it out or raise it"
-        )
-    return dataclasses.replace(config.model, vocab_size=rows or tokenizer.size)

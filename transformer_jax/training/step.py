@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
 from jax.sharding import Mesh
+from jaxtyping import Array, Float
 
 from transformer_jax.config import Config
 from transformer_jax.data.batches import Batch
@@ -22,20 +22,19 @@ Metrics = dict[str, Float[Array, ""]]
 
 def batch_sums(config: Config, params: Any, batch: Batch, dropout_key: Array | None) -> Metrics:
     """`ops.loss.loss_sums` of a batch; a key turns dropout on."""
-    train = dropout_key is not None
-    logits = Transformer(config.model).apply(
+    logits: Any = Transformer(config.model).apply(
         {"params": params},
         batch.source,
         batch.target,
-        train=train,
+        train=dropout_key is not None,
         source_segments=batch.source_segments,
         target_segments=batch.target_segments,
         source_positions=batch.source_positions,
         target_positions=batch.target_positions,
-        rngs={"dropout": dropout_key} if train else {},
+        rngs={} if dropout_key is None else {"dropout": dropout_key},
     )
     weights = (batch.target_segments != 0).astype(jnp.float32)
-    return loss_sums(logits, batch.labels, weights, config.train.label_smoothing)
+    return loss_sums(logits, jnp.asarray(batch.labels), weights, config.train.label_smoothing)
 
 
 def make_train_step(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from transformer_jax.data.tokenizer import Tokenizer
+from transformer_jax.data.tokenizer import UNK_ID, Tokenizer
 from transformer_jax.search.beam import SearchResult
 
 
@@ -66,4 +66,4 @@ def translations_of(result: SearchResult, sentences: int, tokenizer: Tokenizer) 
 
 def piece_names(ids: Iterable[int], tokenizer: Tokenizer) -> list[str]:
     """Word pieces by name; those of an embedding's spare rows by that of the unknown piece."""
-    return tokenizer.pieces([i if i < tokenizer.size else tokenizer.unk_id for i in ids])
+    return tokenizer.pieces([i if i < tokenizer.size else UNK_ID for i in ids])

@@ -17,7 +17,6 @@ from transformer_jax.config_loading import load_config
 from transformer_jax.data.tokenizer import Tokenizer
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.ops.masks import BOS, EOS, PAD
 
 Step = int | Literal["best"] | None
 
@@ -63,13 +62,8 @@ def with_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
     """`model` with its vocab_size filled in.
 
     Raises:
-        UserError: it has fewer rows than the tokenizer has pieces, or the control pieces have other ids than ours.
+        UserError: it has fewer rows than the tokenizer has pieces.
     """
-    if (tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id) != (PAD, EOS, BOS):
-        raise UserError(
-            f"the tokenizer's ids of padding, end and beginning are {tokenizer.pad_id}, {tokenizer.eos_id} and "
-            f"{tokenizer.bos_id}, but must be {PAD}, {EOS} and {BOS}: train it again with these"
-        )
     rows = model.vocab_size
     if rows is not None and rows < tokenizer.size:
         raise UserError(

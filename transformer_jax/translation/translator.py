@@ -6,10 +6,9 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import overload
+from typing import Any, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from transformer_jax.config import Config, SearchConfig
@@ -67,7 +66,8 @@ class Translator:
         self.tokenizer = tokenizer
         self.step = step
         self.note = note
-        self._params: Params = jax.tree.map(jnp.asarray, params)
+        # Arrays that are on devices already stay where they are.
+        self._params: Params = jax.device_put(params)
         self._warn = warn
 
     @classmethod
@@ -99,7 +99,7 @@ class Translator:
         return Translator(self.config, params, self.tokenizer, warn=self._warn, step=step, note=note)
 
     @overload
-    def __call__(self, lines: str) -> str: ...
+    def __call__(self, lines: str) -> str: ...  # type: ignore[overload-overlap]  # a str is an Iterable[str] too
 
     @overload
     def __call__(self, lines: Iterable[str]) -> list[str]: ...
@@ -126,7 +126,7 @@ class Translator:
         the line's number, and translated.
 
         Args:
-            lines: sentences, in any iterable.
+            lines: sentences, in any iterable; a string is one sentence.
             beam_size: hypotheses kept, 1 is greedy; None: the run's setting, here and below.
             length_penalty: alpha in `Translation.score`.
             n_best: translations of each line, at most beam_size. They are distinct as word pieces.
@@ -162,11 +162,11 @@ class Translator:
         checked at the call.
         """
         given = {"beam_size": beam_size, "length_penalty": length_penalty, "batch_tokens": batch_tokens}
-        changes = {name: value for name, value in given.items() if value is not None}
+        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         search = dataclasses.replace(self.config.search, n_best=n_best, **changes)
         # batch_tokens has no part in the program: one for all its values.
         program = make_translate(self.config.model, dataclasses.replace(search, batch_tokens=SearchConfig.batch_tokens))
-        return self._stream(lines, search, program, on_progress or (lambda done: None))
+        return self._stream(_listed(lines), search, program, on_progress or (lambda done: None))
 
     def score(self, sources: Iterable[str], targets: Iterable[str]) -> list[Score]:
         """log P of each target given its source, in one pass (forced decoding).
@@ -177,7 +177,7 @@ class Translator:
         Raises:
             UserError: unequal numbers of sources and targets, or a target longer than the model's learned positions.
         """
-        sources, targets = list(sources), list(targets)
+        sources, targets = list(_listed(sources)), list(_listed(targets))
         if len(sources) != len(targets):
             raise UserError(f"there are {len(sources)} sources but {len(targets)} targets; they must go line by line")
         amount = amount_of(len(sources))
@@ -246,7 +246,7 @@ class Translator:
                     f"target line {number} has {len(ids)} pieces, but the model has {longest} learned positions "
                     "(model.max_positions): split the line"
                 )
-        program = make_score(model)
+        program: Callable[..., Any] = make_score(model)
         batches = plan(
             [max(len(source), len(target)) for source, target in zip(source_ids, target_ids, strict=True)],
             batch_tokens=max(1, search.batch_tokens // SCORE_SHARE),
@@ -273,3 +273,8 @@ class Translator:
                 )
                 encoded[i] = [*ids[: longest - 1], EOS]
         return encoded
+
+
+def _listed(lines: Iterable[str]) -> Iterable[str]:
+    # A string is an iterable of strings, too: of its characters.
+    return [lines] if isinstance(lines, str) else lines
