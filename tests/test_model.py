@@ -1,4 +1,4 @@
-"""The model against the paper in numpy, and the properties that masks, scans and initialisers must have."""
+"""The model against the paper in numpy, and the properties that masks, scans and dropout must have."""
 
 import functools
 import math
@@ -10,8 +10,7 @@ import pytest
 import reference
 from small_models import BOS, PAD, QUICK, random_params, rows, sentence, small_config
 
-from transformer_jax.config_loading import load_config
-from transformer_jax.model.layers import MultiHeadAttention
+from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.ops.loss import loss_sums
 
@@ -240,8 +239,11 @@ def test_every_layer_and_place_draws_its_own_dropout_key(monkeypatch):
     keys = []
 
     def recording(x, rate, key):
-        jax.debug.callback(lambda data: keys.append(tuple(data.tolist())), jax.random.key_data(key))
-        return x
+        def record(words):
+            keys.append(tuple(words.tolist()))
+            return np.zeros((), x.dtype)
+
+        return x + jax.pure_callback(record, jax.ShapeDtypeStruct((), x.dtype), jax.random.key_data(key))
 
     for module in ("ops.attention", "ops.feed_forward", "model.layers", "model.transformer"):
         monkeypatch.setattr(f"transformer_jax.{module}.dropout", recording)
@@ -249,78 +251,8 @@ def test_every_layer_and_place_draws_its_own_dropout_key(monkeypatch):
     variables, rngs = {"params": random_params(config)}, {"dropout": jax.random.key(0)}
     forward = jax.jit(functools.partial(Transformer(config).apply, train=True), compiler_options=QUICK)
     jax.block_until_ready(forward(variables, rows(SOURCES, 8), rows(TARGETS, 6), rngs=rngs))
-    jax.effects_barrier()
     assert len(keys) == 2 + 2 * (5 + 3 + 2)
     assert len(set(keys)) == len(keys)
-
-
-# Initialisation and size
-
-
-@pytest.fixture(scope="module")
-def initialised():
-    """The base model's widths with two layers on each side."""
-    config = small_config(vocab_size=1000, d_model=512, d_ff=2048, num_heads=8, tied_embeddings=False)
-    token = jnp.ones((1, 1), jnp.int32)
-    return jax.jit(Transformer(config).init, compiler_options=QUICK)(jax.random.key(0), token, token)["params"]
-
-
-def test_parameters_are_a_plain_nested_dict_of_float32(initialised):
-    assert type(initialised) is dict
-    assert type(initialised["encoder"]["self_attention"]) is dict
-    assert all(isinstance(leaf, jax.Array) and leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(initialised))
-
-
-def test_matrices_are_xavier_uniform(initialised):
-    """Limit sqrt(6 / (fan_in + fan_out)), heads counted: sqrt(6 / 1024) for (512, 8, 64)."""
-    attention = initialised["decoder"]["cross_attention"]
-    feed_forward = initialised["encoder"]["feed_forward"]
-    matrices = [(attention[name], 512 + 512) for name in ("w_q", "w_k", "w_v", "w_o")]
-    matrices += [(feed_forward[name], 512 + 2048) for name in ("w_1", "w_2")]
-    for matrix, fans in matrices:
-        limit = math.sqrt(6 / fans)
-        for layer in np.asarray(matrix):
-            assert 0.999 * limit < np.abs(layer).max() <= limit
-            assert layer.std() == pytest.approx(limit / math.sqrt(3), rel=0.01)
-
-
-def test_embeddings_have_variance_one_over_d_model(initialised):
-    for name in ("source_embedding", "target_embedding", "output_embedding"):
-        assert np.std(initialised[name]) == pytest.approx(512**-0.5, rel=0.01)
-
-
-def test_layers_and_matrices_start_differently(initialised):
-    layers = initialised["encoder"]["self_attention"]["w_q"]
-    assert not np.allclose(layers[0], layers[1])
-    assert not np.allclose(layers, initialised["encoder"]["self_attention"]["w_k"])
-    assert not np.allclose(initialised["source_embedding"], initialised["target_embedding"])
-
-
-def test_norms_start_at_one_and_biases_at_zero(initialised):
-    for path, leaf in jax.tree_util.tree_leaves_with_path(initialised):
-        name = path[-1].key
-        if name == "scale":
-            assert np.all(leaf == 1), jax.tree_util.keystr(path)
-        if name.startswith("b"):
-            assert np.all(leaf == 0), jax.tree_util.keystr(path)
-
-
-@pytest.mark.parametrize(
-    ("variant", "millions"),
-    [
-        ("base", 65.1), ("A1", 65.1), ("A2", 65.1), ("A3", 65.1), ("A4", 65.1), ("B1", 58.0), ("B2", 60.4),
-        ("C1", 35.7), ("C2", 50.4), ("C3", 79.8), ("C4", 27.8), ("C5", 167.9), ("C6", 52.5), ("C7", 90.3),
-        # Table 3 prints 213; no reading of the text gives it (docs/deviations.md).
-        ("big", 218.3),
-    ],
-)  # fmt: skip
-def test_parameter_counts_are_those_of_table_3(variant, millions):
-    """A1 to A4 have no count in the table: heads alone change nothing."""
-    config = load_config(f"configs/table3.py:{variant}", []).model
-    token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    shapes = jax.eval_shape(Transformer(config).init, jax.random.key(0), token, token)
-    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
-    assert round(count / 1e6, 1) == pytest.approx(millions)
 
 
 # Refusals
@@ -347,17 +279,5 @@ def test_sinusoids_have_no_last_position():
 
 
 def test_a_model_without_vocabulary_size_is_refused():
-    with pytest.raises(ValueError, match=r"model\.vocab_size is None"):
+    with pytest.raises(UserError, match=r"model\.vocab_size is None"):
         Transformer(small_config(vocab_size=None)).init(jax.random.key(0), rows([[4]], 1), rows([[4]], 1))
-
-
-def test_multi_head_attention_has_the_documented_shapes():
-    """w_q, w_k [D H K], w_v [D H V], w_o [H V D]."""
-    module = MultiHeadAttention(small_config(d_k=3, d_v=5))
-    x = jax.ShapeDtypeStruct((1, 2, 8), jnp.float32)
-    params = jax.eval_shape(lambda x: module.init(jax.random.key(0), x, x, None, train=False), x)["params"]
-    shapes = {name: leaf.shape for name, leaf in params.items()}
-    assert shapes == {
-        "w_q": (8, 2, 3), "w_k": (8, 2, 3), "w_v": (8, 2, 5), "w_o": (2, 5, 8),
-        "b_q": (2, 3), "b_k": (2, 3), "b_v": (2, 5), "b_o": (8,),
-    }  # fmt: skip

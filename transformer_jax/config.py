@@ -315,6 +315,14 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     """The training loop."""
 
+    def __post_init__(self) -> None:
+        _require(
+            self.model.positions == "sinusoidal" or self.data.max_length <= self.model.max_positions,
+            "data.max_length",
+            self.data.max_length,
+            f"at most model.max_positions ({self.model.max_positions}), the rows of the learned positions",
+        )
+
     def to_json(self) -> str:
         """Indented JSON, one key a field."""
         return json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n"

@@ -18,6 +18,7 @@ COMMANDS = {
     "translate": "translate lines of text",
     "evaluate": "translate a test set and score it: BLEU, chrF",
     "score": "log-probabilities that a model gives to translations you have",
+    "average": "average the newest checkpoints of a run into one model",
     "describe": "parameters, FLOPs and memory of a configuration",
 }
 _USAGE = "usage: transformer-jax COMMAND [OPTIONS]"

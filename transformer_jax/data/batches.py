@@ -164,8 +164,8 @@ def _packed(
     used = np.bincount(row_of) > 0
     row_of = (np.cumsum(used) - 1)[row_of]
     if generator is not None:
-        # Rows of a pool lie by length of their longest pair: cut as they are, batches would differ in kind, and much the
-        # same pairs would meet in every epoch.
+        # Rows of a pool lie by length of their longest pair: cut as they are, batches would differ in kind, and
+        # nearly the same pairs would meet in every epoch.
         row_of = generator.permutation(np.count_nonzero(used))[row_of]
     return _cut(examples, row_of, shape)
 

@@ -5,12 +5,45 @@ import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
-from transformer_jax.checkpointing.checkpoint_files import complete_steps
-from transformer_jax.checkpointing.checkpoints import Checkpoints, load_params
+from transformer_jax.checkpointing.checkpoint_files import DamagedError, complete_steps, read_step
+from transformer_jax.checkpointing.checkpoints import Checkpoints, read_extra
+from transformer_jax.checkpointing.named_arrays import nest
 from transformer_jax.errors import UserError
+from transformer_jax.translation.translator import warn_on_stderr
+
+
+def average_run(
+    run: pathlib.Path, last: int, *, warn: Callable[[str], None] = warn_on_stderr
+) -> tuple[pathlib.Path, list[int]]:
+    """Writes RUN/averaged, a folder that translates by itself: config.json, tokenizer.model, one checkpoint.
+
+    An earlier one is replaced when the new one is whole.
+
+    Returns:
+        The folder, and the steps whose parameters' mean it holds.
+
+    Raises:
+        UserError: as `average_checkpoints`; or the folder cannot be written.
+    """
+    checkpoints = run / "checkpoints"
+    params, steps = average_checkpoints(checkpoints, last, warn)
+    extra = {**read_extra(checkpoints, steps[-1]), "averaged_steps": steps}
+    final, unfinished, old = (run / name for name in ("averaged", ".averaged.unfinished", ".averaged.old"))
+    try:
+        for leftover in (unfinished, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        _write(unfinished, run, params, extra, warn)
+        if final.exists():
+            final.rename(old)
+        unfinished.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or final}: {error.strerror or error}; the mean of checkpoints was not written"
+        ) from error
+    return final, steps
 
 
 def average_checkpoints(
@@ -18,44 +51,49 @@ def average_checkpoints(
 ) -> tuple[dict[str, Any], list[int]]:
     """The mean of the parameters of the newest `last` checkpoints, and their steps.
 
-    One checkpoint at a time is in memory beside the sum, which is float64: the mean of copies is the copy.
+    One checkpoint at a time is in memory beside the sum, which is float64: the mean of copies is the copy. A damaged
+    checkpoint is left out, with a warning.
 
     Raises:
-        UserError: fewer checkpoints than asked for, a damaged one, or shapes that differ.
+        UserError: fewer checkpoints than asked for, none sound, or shapes that differ.
     """
     steps = complete_steps(folder)[-last:]
     if len(steps) < last:
         raise UserError(f"{folder} has {len(steps)} checkpoints, fewer than the {last} to average: ask for fewer")
-    total: Any = None
-    params: Any = None
+    sums: dict[str, Any] = {}
+    dtypes: dict[str, Any] = {}
+    averaged: list[int] = []
     for step in steps:
-        params = load_params(folder, step, warn=warn).params
-        wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-        total = wide if total is None else _add(total, wide, folder / str(step))
-    return jax.tree.map(lambda leaf, like: (leaf / len(steps)).astype(like.dtype), total, params), steps
+        try:
+            _, arrays = read_step(folder / str(step), None, params_only=True)
+        except DamagedError as damage:
+            warn(f"checkpoint {folder / str(step)} is left out of the mean: {damage}")
+            continue
+        if averaged and {n: a.shape for n, a in arrays.items()} != {n: a.shape for n, a in sums.items()}:
+            raise UserError(
+                f"checkpoint {folder / str(step)} has parameters of other names or shapes than checkpoint "
+                f"{averaged[-1]}: average checkpoints of one run"
+            )
+        dtypes = {name: array.dtype for name, array in arrays.items()}
+        sums = {name: sums.get(name, 0.0) + array.astype(np.float64) for name, array in arrays.items()}
+        averaged.append(step)
+    if not averaged:
+        raise UserError(f"none of the newest {last} checkpoints in {folder} is sound: train on to save others")
+    means = {name: (total / len(averaged)).astype(dtypes[name]) for name, total in sums.items()}
+    params: dict[str, Any] = nest(means)["params"]
+    return params, averaged
 
 
-def _add(total: Any, wide: Any, name: pathlib.Path) -> Any:
-    shapes = [jax.tree.map(np.shape, tree) for tree in (total, wide)]
-    if shapes[0] != shapes[1]:
-        raise UserError(f"{name}: its parameters have other shapes than those of the checkpoints before it")
-    return jax.tree.map(np.add, total, wide)
-
-
-def save_averaged(
+def _write(
+    folder: pathlib.Path,
     run: pathlib.Path,
     params: Mapping[str, Any],
-    steps: list[int],
     extra: Mapping[str, Any],
     warn: Callable[[str], None],
-) -> pathlib.Path:
-    """Writes RUN/averaged, a folder that translates by itself: config.json, tokenizer.model, one checkpoint."""
-    folder = run / "averaged"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+) -> None:
+    folder.mkdir()
     for name in ("config.json", "tokenizer.model"):
         shutil.copyfile(run / name, folder / name)
     checkpoints = Checkpoints(folder / "checkpoints", keep=1, warn=warn)
-    checkpoints.save(steps[-1], {"params": params}, {**extra, "averaged_steps": steps}, score=None)
+    checkpoints.save(extra["averaged_steps"][-1], {"params": params}, extra, score=None)
     checkpoints.close()
-    return folder

@@ -1,5 +1,6 @@
 """Validation in the loop, and the scores at a run's end: real beam search, never teacher-forced."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ class Validation:
     """One validation on the dev set."""
 
     nll: float
-    """Nats for each target piece, EOS counted, no smoothing; over all dev pairs that a batch can hold."""
+    """Nats for each target piece, EOS counted, no smoothing; over the dev pairs of at most data.max_length pieces."""
     scores: Scores
 
     @property
@@ -28,14 +29,14 @@ class Validation:
         return math.exp(min(self.nll, 700.0))
 
 
-def validate(prepared: Prepared, params: Any, loss_step: Callable[..., Any], translator: Translator) -> Validation:
+def validate(prepared: Prepared, params: Any, loss_step: Callable[..., Any], warn: Callable[[str], None]) -> Validation:
     """Loss over the dev set, BLEU and chrF of its first train.evaluate_sentences sentences."""
     sums = [loss_step(params, assemble(planned, prepared.dev, bos_id=BOS)) for planned in prepared.dev_plan.epoch(-1)]
     nll, tokens = (sum(float(part[name]) for part in jax.device_get(sums)) for name in ("nll", "tokens"))
-    pairs = [
-        pair for pair, _ in zip(prepared.splits.dev, range(prepared.config.train.evaluate_sentences), strict=False)
-    ]
-    _, scores = score_pairs(translator.with_params(params), pairs, prepared.config.data.target_language)
+    config = prepared.config
+    pairs = list(itertools.islice(prepared.splits.dev, config.train.evaluate_sentences))
+    translator = Translator(config, params, prepared.tokenizer, warn=warn)
+    _, scores = score_pairs(translator, pairs, config.data.target_language)
     return Validation(nll / tokens, scores)
 
 

@@ -8,29 +8,31 @@ from typing import Any
 
 import jax
 
-from transformer_jax.checkpointing.checkpoints import Checkpoints
+from transformer_jax.checkpointing.checkpoint_files import complete_steps
 from transformer_jax.evaluation.report import scores_table
-from transformer_jax.training.averaging import average_checkpoints, save_averaged
+from transformer_jax.training.averaging import average_run
 from transformer_jax.training.evaluating import score_pairs
 from transformer_jax.training.metrics import draw_curve
 from transformer_jax.training.preparation import Prepared, write_whole
 from transformer_jax.training.reporting import Reporter
+from transformer_jax.training.state import count_parameters
 from transformer_jax.translation.translator import Translator
 
 _SHOWN = 5  # translations printed beside their references
 
 
-def finish(prepared: Prepared, run: pathlib.Path, seconds: float, report: Reporter) -> None:
-    """Scores a finished run, once; writes averaged/, results.json and curve.png."""
+def finish(prepared: Prepared, run: pathlib.Path, step: int, seconds: float, report: Reporter) -> None:
+    """Scores a run that ended at update `step`, once; writes averaged/, results.json and curve.png."""
     path = run / "results.json"
-    steps = prepared.config.train.steps
     results = _read(path)
-    if results is None or results["step"] != steps:
-        results = _score(prepared, run, seconds, report)
+    if results is None or results["step"] != step:
+        page, results = _score(prepared, run, report)
+        results = {"step": step, **results, "training_seconds": round(seconds, 1), "page": page}
         write_whole(path, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
     for line in results["page"]:
         report.say(line)
-    draw_curve(run)
+    if draw_curve(run) is None:
+        report.say("no curve.png: it needs matplotlib (pip install matplotlib)")
     report.say(f"\ntranslate with: transformer-jax translate {run}")
 
 
@@ -42,35 +44,27 @@ def _read(path: pathlib.Path) -> dict[str, Any] | None:
     return results if isinstance(results, dict) and {"step", "page"} <= results.keys() else None
 
 
-def _score(prepared: Prepared, run: pathlib.Path, seconds: float, report: Reporter) -> dict[str, Any]:
-    train, data = prepared.config.train, prepared.config.data
-    folder = run / "checkpoints"
-    reader = Checkpoints(folder, keep=train.keep_checkpoints, warn=report.warn)
-    count = min(train.average_checkpoints, len(reader.steps()))
-    reader.close()
-    params, steps = average_checkpoints(folder, count, report.warn)
-    save_averaged(run, params, steps, {"tokenizer": prepared.tokenizer.digest}, report.warn)
-    name, text = "test", prepared.splits.test
-    if text is None:
-        name, text = "dev", prepared.splits.dev
+def _score(prepared: Prepared, run: pathlib.Path, report: Reporter) -> tuple[list[str], dict[str, Any]]:
+    """The page for people, and the numbers."""
+    config, splits = prepared.config, prepared.splits
+    count = min(config.train.average_checkpoints, len(complete_steps(run / "checkpoints")))
+    averaged, steps = average_run(run, count, warn=report.warn)
+    # From the files, so that what is scored is what will translate.
+    translator = Translator.load(averaged, warn=report.warn)
+    split, text = ("dev", splits.dev) if splits.test is None else ("test", splits.test)
     pairs = list(text)
     report.say(f"scoring    {len(pairs):,} sentences of {text.name}, mean of checkpoints {', '.join(map(str, steps))}")
-    hypotheses, scores = score_pairs(
-        Translator(prepared.config, params, prepared.tokenizer), pairs, data.target_language
-    )
+    hypotheses, scores = score_pairs(translator, pairs, config.data.target_language)
     page = [""]
     for (source, target), hypothesis in list(zip(pairs, hypotheses, strict=True))[:_SHOWN]:
         page += [f"source      {source}", f"translation {hypothesis}", f"reference   {target}", ""]
-    title = f"{run} on {text.name} ({data.source_language} to {data.target_language})"
+    title = f"{run} on {text.name} ({config.data.source_language} to {config.data.target_language})"
     page += scores_table(scores, title).splitlines()
-    return {
-        "step": train.steps,
-        "split": name,
+    return page, {
+        "split": split,
         "scores": dataclasses.asdict(scores),
         "averaged_steps": steps,
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
-        "training_seconds": round(seconds, 1),
+        "parameters": count_parameters(config.model),
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}, {os.cpu_count()} processors",
         "jax": jax.__version__,
-        "page": page,
     }

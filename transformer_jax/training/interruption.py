@@ -1,11 +1,16 @@
-"""SIGINT and SIGTERM end a run between two updates, after its checkpoint is safe."""
+"""What may come between: SIGINT and SIGTERM end a run between two updates, and one process trains in a folder."""
 
+import contextlib
+import os
+import pathlib
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
+
+from transformer_jax.errors import UserError
 
 
 class Interruption:
@@ -39,3 +44,32 @@ class Interruption:
                 f"stopped by {signal.Signals(self.asked).name}: the checkpoint is safe, run the command again to go on"
             )
             sys.exit(128 + self.asked)
+
+
+@contextlib.contextmanager
+def only_process(workdir: pathlib.Path) -> Iterator[None]:
+    """A context that no second process enters for the same folder; the end of a process, however it comes, leaves it.
+
+    A scheduler may start a run again while the first is still at its last checkpoint, which the second would take for
+    the leftover of a killed save. Where a file system cannot lock, nothing is held.
+
+    Raises:
+        UserError: another process is in it.
+    """
+    if sys.platform == "win32":  # which has no flock
+        yield
+        return
+    import fcntl
+
+    descriptor = os.open(workdir, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    f"{workdir}: another process is training there; wait for its end, or choose another --workdir"
+                ) from None
+        yield
+    finally:
+        os.close(descriptor)

@@ -7,6 +7,9 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from transformer_jax.errors import UserError
+from transformer_jax.training.preparation import write_whole
+
 
 class MetricsWriter:
     """Appends to a run's metrics.jsonl and TensorBoard events; lines after the step gone on from are dropped first."""
@@ -14,7 +17,7 @@ class MetricsWriter:
     def __init__(self, workdir: pathlib.Path, step: int) -> None:
         self._path = workdir / "metrics.jsonl"
         kept = [line for line in read_metrics(self._path) if line["step"] <= step]
-        self._path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        write_whole(self._path, "".join(map(_as_line, kept)))
         self._file = self._path.open("a", encoding="utf-8")
         self._events: Any = None
         self._waiting: list[tuple[int, dict[str, float]]] = []
@@ -29,9 +32,13 @@ class MetricsWriter:
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """One line, on disk at once. Numbers also go to TensorBoard under their names."""
-        line = {"step": step, **values}
-        self._file.write(json.dumps({k: _finite(v) for k, v in line.items()}, ensure_ascii=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(_as_line({"step": step, **values}))
+            self._file.flush()
+        except OSError as error:
+            raise UserError(
+                f"{self._path}: cannot be written ({error.strerror or error}); free space there, then run again"
+            ) from error
         self._waiting.append((step, {k: v for k, v in values.items() if isinstance(v, int | float)}))
         if not self._opening.is_alive():
             self._flush()
@@ -50,8 +57,10 @@ class MetricsWriter:
         self._events.close()
 
 
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _as_line(values: Mapping[str, Any]) -> str:
+    # JSON has no NaN.
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+    return json.dumps(finite, ensure_ascii=False) + "\n"
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -59,7 +68,7 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines = []
-    for text in path.read_text(encoding="utf-8").split("\n"):
+    for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             line = json.loads(text)
         except ValueError:
@@ -70,11 +79,17 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def draw_curve(workdir: pathlib.Path) -> pathlib.Path | None:
-    """curve.png: loss of training and dev text, learning rate, and BLEU and chrF against updates."""
+    """curve.png: loss of training and dev text, and BLEU and chrF against updates.
+
+    None without metrics, or without matplotlib, which is the optional extra `plot`.
+    """
     lines = read_metrics(workdir / "metrics.jsonl")
     if not lines:
         return None
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     losses, scores = figure.subplots(1, 2)

@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from transformer_jax.checkpointing.checkpoints import read_extra
 from transformer_jax.config import Config
 from transformer_jax.data.batches import BatchPlan, plan_batches
 from transformer_jax.data.sources import ParallelText, Splits, load_splits
@@ -38,46 +39,69 @@ class Prepared:
     plan: BatchPlan
     """Batches of the training text."""
     dev_plan: BatchPlan
-    """Batches of the dev text, of the same static shapes."""
+    """Batches of the dev text."""
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Digests of what a checkpoint's parameters and data position belong to."""
+        return {"tokenizer": self.tokenizer.digest, "text": self.train.folder.name}
 
 
 def prepare(config: Config, workdir: pathlib.Path, devices: int, say: Callable[[str], None]) -> Prepared:
-    """Makes or opens a run's folder: config.json, tokenizer.model and tokenized text.
+    """Makes or opens a run's folder: tokenizer.model, tokenized text and, when all is checked, config.json.
 
-    Everything is checked before anything is written; what an earlier command made is used again.
+    What an earlier command made is used again. A folder without a checkpoint holds no run yet: what a command that
+    failed early has left there does not bind the next one.
 
     Raises:
-        UserError: faulty text or files, or a folder that holds a run of another configuration or tokenizer.
+        UserError: faulty text or files, or a folder that holds a run of another configuration, tokenizer or text.
     """
-    stored = stored_config(workdir)
-    if stored is not None:
-        require_same_run(stored, config, workdir)
+    begun = _has_begun(workdir)
+    if begun:
+        require_same_run(stored_config(workdir), config, workdir)
     splits = load_splits(config.data)
     for note in splits.notes:
         say(note)
-    tokenizer = _tokenizer(config, workdir, splits.train, say)
+    tokenizer = _tokenizer(config, workdir, begun, splits.train, say)
     config = dataclasses.replace(config, model=with_vocabulary(config.model, tokenizer))
     folder = pathlib.Path(config.data.cache_dir) if config.data.cache_dir else workdir / "data"
     train, dev = (build_store(text, tokenizer, folder) for text in (splits.train, splits.dev))
-    plan = plan_batches(
-        train.lengths, config.data, seed=config.train.seed, row_multiple=devices, name=splits.train.name
+    plan, dev_plan = (
+        plan_batches(store.lengths, config.data, seed=config.train.seed, row_multiple=devices, name=text.name)
+        for store, text in ((train, splits.train), (dev, splits.dev))
     )
-    dev_plan = dataclasses.replace(
-        plan_batches(dev.lengths, config.data, seed=0, row_multiple=devices, name=splits.dev.name), shapes=plan.shapes
-    )
+    prepared = Prepared(config, tokenizer, splits, train, dev, plan, dev_plan)
+    if begun:
+        _require_same_text(prepared, workdir)
     write_whole(workdir / "config.json", config.to_json())
-    return Prepared(config, tokenizer, splits, train, dev, plan, dev_plan)
+    return prepared
 
 
-def stored_config(workdir: pathlib.Path) -> Config | None:
-    """The configuration in a run's folder, None in a new one."""
+def _has_begun(workdir: pathlib.Path) -> bool:
+    if workdir.exists() and not workdir.is_dir():
+        raise UserError(f"{workdir} is a file: choose another --workdir")
+    checkpoints = workdir / "checkpoints"
+    if checkpoints.is_dir() and any(checkpoints.iterdir()):
+        return True
+    for name in ("averaged", "results.json"):
+        if (workdir / name).exists():
+            raise UserError(
+                f"{workdir} has {name}, the result of a run, but no checkpoint to go on from: choose another --workdir"
+            )
+    return False
+
+
+def stored_config(workdir: pathlib.Path) -> Config:
+    """The configuration in a run's folder.
+
+    Raises:
+        UserError: it is missing or damaged.
+    """
     path = workdir / "config.json"
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        if (workdir / "checkpoints").is_dir() and any((workdir / "checkpoints").iterdir()):
-            raise UserError(f"{workdir}: has checkpoints but no config.json; choose another --workdir") from None
-        return None
+        raise UserError(f"{workdir}: has checkpoints but no config.json; choose another --workdir") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); choose another --workdir") from error
     return Config.from_json(text, str(path))
@@ -101,21 +125,36 @@ def require_same_run(stored: Config, config: Config, workdir: pathlib.Path) -> N
                 )
 
 
+def _require_same_text(prepared: Prepared, workdir: pathlib.Path) -> None:
+    extra = read_extra(workdir / "checkpoints")
+    for name, digest in prepared.identity.items():
+        if extra.get(name, digest) != digest:
+            raise UserError(
+                f"{workdir}: its checkpoints were trained with another {name} than there is now; "
+                f"choose another --workdir, or bring that {name} back"
+            )
+
+
 def write_whole(path: pathlib.Path, text: str) -> None:
     """Writes a small file so that readers see the old or the new one, never a part."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        unfinished.write_text(text, encoding="utf-8")
+        unfinished = path.with_name(f".{path.name}.unfinished")
+        with unfinished.open("w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         unfinished.replace(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror or error}); choose another --workdir") from error
 
 
-def _tokenizer(config: Config, workdir: pathlib.Path, text: ParallelText, say: Callable[[str], None]) -> Tokenizer:
+def _tokenizer(
+    config: Config, workdir: pathlib.Path, begun: bool, text: ParallelText, say: Callable[[str], None]
+) -> Tokenizer:
     path = workdir / "tokenizer.model"
     given = Tokenizer.load(config.data.tokenizer) if config.data.tokenizer else None
-    if path.exists():
+    if begun and path.exists():
         tokenizer = Tokenizer.load(path)
         if given is not None and given.digest != tokenizer.digest:
             raise UserError(

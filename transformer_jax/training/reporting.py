@@ -1,5 +1,6 @@
 """What a run says: to the terminal with a live line, and to log.txt."""
 
+import contextlib
 import io
 import pathlib
 import sys
@@ -10,6 +11,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from transformer_jax.errors import UserError
 
 # Seconds between lines of progress where there is no terminal to redraw.
 _QUIET = 15.0
@@ -29,14 +32,23 @@ class Reporter:
         self._last = 0.0
 
     def attach(self, workdir: pathlib.Path) -> None:
-        """Opens log.txt and writes what was said so far."""
-        said, self._log = self._log, (workdir / "log.txt").open("a", encoding="utf-8", buffering=1)
-        self._log.write(said.getvalue() if isinstance(said, io.StringIO) else "")
+        """Opens log.txt and writes what was said so far.
+
+        Raises:
+            UserError: it cannot be opened.
+        """
+        path = workdir / "log.txt"
+        said = self._log.getvalue() if isinstance(self._log, io.StringIO) else ""
+        try:
+            self._log = path.open("a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written ({error.strerror or error}); make it writable") from error
+        self._log.write(said)
 
     def say(self, message: str) -> None:
         """A line for the person who watches, and for log.txt with the time."""
         self.console.print(message, markup=False)
-        self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
+        self._write(message)
 
     def warn(self, message: str) -> None:
         """As `say`, marked as a warning."""
@@ -59,11 +71,10 @@ class Reporter:
         self._last = time.monotonic()
 
     def progress(self, step: int, steps: int, values: Mapping[str, float]) -> None:
-        """The newest numbers."""
-        text = (
-            f"loss {values['loss']:.3f}  lr {values['learning_rate']:.2e}  "
-            f"{values['tokens_per_second']:,.0f} tokens/s  fill {values['fill']:.0%}"
-        )
+        """The newest numbers; rates may be absent."""
+        text = f"loss {values['loss']:.3f}  lr {values['learning_rate']:.2e}"
+        if "tokens_per_second" in values:
+            text += f"  {values['tokens_per_second']:,.0f} tokens/s  fill {values['fill']:.0%}"
         if self._progress is not None:
             self._progress.update(self._task, completed=step, description=text)
         elif time.monotonic() - self._last > _QUIET:
@@ -84,5 +95,11 @@ class Reporter:
     ) -> None:
         self.stop()
         if error is not None:
-            self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} stopped by {kind and kind.__name__}: {error}\n")
-        self._log.close()
+            self._write(f"stopped by {kind and kind.__name__}: {error}")
+        with contextlib.suppress(OSError):
+            self._log.close()
+
+    def _write(self, message: str) -> None:
+        # A full disk ends a run where a checkpoint or a line of metrics is lost, not for a line of the log.
+        with contextlib.suppress(OSError):
+            self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")

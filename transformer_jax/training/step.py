@@ -63,7 +63,7 @@ def make_train_step(
             "loss": sums["loss"] / tokens,
             "nll": sums["nll"] / tokens,
             "target_tokens": sums["tokens"],
-            "gradient_norm": optax.global_norm(gradients),
+            "gradient_norm": optax.tree.norm(gradients),
             "learning_rate": schedule(state.step),
         }
         return TrainState(state.step + 1, params, optimizer_state), metrics
