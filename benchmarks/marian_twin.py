@@ -21,7 +21,7 @@ State = dict[str, np.ndarray]
 
 
 def marian_twin(config: ModelConfig, params: Any, max_positions: int) -> transformers.MarianMTModel:
-    """A MarianMTModel with these parameters; `config` is post-norm, tied, with ReLU, biases and interleaved sinusoids."""
+    """A MarianMTModel with these parameters; `config` is post-norm, tied, with biases and interleaved sinusoids."""
     theirs = transformers.MarianConfig(
         vocab_size=config.vocab_size, d_model=config.d_model, encoder_layers=config.encoder_layers,
         decoder_layers=config.decoder_layers, encoder_attention_heads=config.num_heads,

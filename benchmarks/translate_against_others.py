@@ -145,7 +145,10 @@ def measure(title: str, contenders: dict[str, Contender], pieces: int, rounds: i
     mine = statistics.median(times["ours"])
     for name, values in times.items():
         median = statistics.median(values)
-        print(f"{title}  {name:17} {pieces / median:8,.0f} pieces/s   ours is {median / mine:.2f} times as fast", flush=True)
+        print(
+            f"{title}  {name:17} {pieces / median:8,.0f} pieces/s   ours is {median / mine:.2f} times as fast",
+            flush=True,
+        )
     print(f"{title}  rows that ours and Hugging Face translate alike: {same:.0%}")
 
 

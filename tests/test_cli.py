@@ -120,6 +120,8 @@ def text_file(folder, name, *lines):
         (["evaluate", "run", "--split", "trian"], ["--split is 'trian'", "'dev' or 'test'"]),
         (["evaluate", "run", "--source", "x"], ["--source and --reference"]),
         (["score", "run", "--source", "x"], ["--target must be given"]),
+        (["average"], ["RUN must be given"]),
+        (["average", "run", "--last", "two"], ["--last is 'two'"]),
         (["describe"], ["must be given"]),
         (["describe", DEMO, "--model.norm", "mid"], ["model.norm is 'mid'", "'post' or 'pre'"]),
     ],

@@ -53,6 +53,7 @@ def events(run):
     return found
 
 
+@pytest.mark.slow
 def test_a_run_learns_to_reverse_sentences(tmp_path):
     """The whole way: text to pieces, batches, updates, validation, the mean of checkpoints, translation from the run's
     folder."""
@@ -60,28 +61,28 @@ def test_a_run_learns_to_reverse_sentences(tmp_path):
         tmp_path / "text",
         model__d_model=32, model__d_ff=64, model__num_heads=4, model__dropout=0.0,
         optimizer__learning_rate=5e-3, optimizer__warmup_steps=50,
-        data__train_source=write_pairs(tmp_path / "many.tsv", pairs_of_three(400)),
-        data__dev_source=write_pairs(tmp_path / "dev.tsv", pairs_of_three(20, seed=1)),
-        data__test_source=write_pairs(tmp_path / "test.tsv", pairs_of_three(20, seed=2)),
-        data__batch_tokens=512, train__steps=250, train__evaluate_every=250, train__checkpoint_every=25,
+        data__train_source=write_pairs(tmp_path / "many.tsv", short_pairs(1500)),
+        data__dev_source=write_pairs(tmp_path / "dev.tsv", short_pairs(20, seed=1)),
+        data__test_source=write_pairs(tmp_path / "test.tsv", short_pairs(20, seed=2)),
+        data__batch_tokens=512, train__steps=350, train__evaluate_every=350, train__checkpoint_every=25,
         train__label_smoothing=0.0, train__average_checkpoints=3, train__log_every=50,
     )  # fmt: skip
     train(config, tmp_path / "run")
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["scores"]["bleu"] > 90 and results["scores"]["sentences"] == 20
-    assert results["averaged_steps"] == [200, 225, 250]
+    assert results["averaged_steps"] == [300, 325, 350]
     assert metrics(tmp_path / "run", "nll")[-1][0] < 0.1
     assert Translator.load(tmp_path / "run")("kl ab gh") == "gh ab kl"
 
 
-def pairs_of_three(count, seed=0):
+def short_pairs(count, seed=0):
     return pairs(count, seed, words=["ab", "cd", "gh", "kl"], longest=4)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"model__scan_layers": False, "model__encoder_layers": 2},
+        {"model__scan_layers": False},
         {"model__dtype": "bfloat16", "model__remat": "dots", "optimizer__decay": "linear"},
         {"model__norm": "pre", "model__positions": "learned", "model__tied_embeddings": False},
     ],
@@ -107,10 +108,11 @@ def test_every_kind_of_model_learns(changes, tmp_path):
 
 def test_a_run_of_unpacked_batches(tmp_path):
     """Two widths, each compiled once, each update's first of a width left out of the speed."""
-    config = run_config(tmp_path / "text", data__packing=False, data__max_length=32, search__beam_size=1)
+    long = write_pairs(tmp_path / "long.tsv", pairs(40, longest=18))
+    config = run_config(tmp_path / "text", data__train_source=long, data__packing=False, data__max_length=32)
     train(config, tmp_path / "run")
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert "2 static shape(s), rows x (source + target): 4 x (16 + 16), 2 x (24 + 24)" in log
+    assert "2 static shape(s), rows x (source + target): 4 x (16 + 16), 2 x (32 + 32)" in log
     assert log.count("compiled   ") == 2
     losses = [loss for (loss,) in metrics(tmp_path / "run", "loss")]
     assert len(losses) == 6 and all(map(math.isfinite, losses))
@@ -119,8 +121,11 @@ def test_a_run_of_unpacked_batches(tmp_path):
 def test_packed_and_unpacked_batches_give_the_same_loss(tmp_path):
     """Several static shapes, each pair alone or among others in a row: the mean over pieces is one number."""
     means = []
+    long = write_pairs(tmp_path / "long.tsv", pairs(40, longest=18))
     for packing in (True, False):
-        config = run_config(tmp_path / "text", data__packing=packing, data__max_length=40, model__dropout=0.0)
+        config = run_config(
+            tmp_path / "text", data__train_source=long, data__packing=packing, data__max_length=40, model__dropout=0.0
+        )
         prepared = prepare(config, tmp_path / str(packing), 1, print)
         params = init_params(prepared.config.model, seed=1)
         batches = prepared.plan.epoch(0)
@@ -183,12 +188,6 @@ def test_a_finished_run_run_again_prints_its_scores_and_changes_nothing(run, cap
     assert (saved(folder), [(folder / name).read_bytes() for name in kept]) == before
     out = capsys.readouterr().out
     assert "chrF2" in out and "scoring" not in out and "compiled" not in out
-
-
-def test_the_run_ends_well_without_matplotlib(run, monkeypatch, capsys):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    train(run[1], run[0])
-    assert "pip install matplotlib" in capsys.readouterr().out
 
 
 def test_the_same_seed_repeats_a_run_and_another_does_not(run, tmp_path):
@@ -273,4 +272,4 @@ def test_memory_is_flat(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Checkpoints, "save", counting)
     train(run_config(tmp_path / "text", train__steps=12, train__checkpoint_every=1), tmp_path / "run")
-    assert len(alive) == 12 and len(set(alive[2:])) == 1, alive
+    assert len(alive) == 13 and len(set(alive[2:12])) == 1, alive

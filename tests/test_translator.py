@@ -252,11 +252,12 @@ def test_sources_and_targets_of_unequal_number_are_refused(translator):
 def test_learned_positions_are_never_passed(tokenizer):
     """P2: a search that could pass them is refused, a target that does with its line."""
     model = dataclasses.replace(MODEL, positions="learned", max_positions=16)
-    small = Translator(Config(model=model, search=SEARCH), {}, tokenizer)
+    data = DataConfig(max_length=16)
+    small = Translator(Config(model=model, search=SEARCH, data=data), {}, tokenizer)
     with pytest.raises(UserError, match=r"max_source_length \(64\).*max_positions \(16\)"):
         small("a b c")
     search = dataclasses.replace(SEARCH, max_source_length=12)
-    small = Translator(Config(model=model, search=search), {}, tokenizer)
+    small = Translator(Config(model=model, search=search, data=data), {}, tokenizer)
     lines = word_lines(tokenizer, [5, 40])
     with pytest.raises(UserError, match=r"target line 2 has 40 pieces.*16"):
         small.score(["a", "b"], lines)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,24 +16,25 @@ from transformer_jax.training.evaluating import score_pairs
 from transformer_jax.training.metrics import draw_curve
 from transformer_jax.training.preparation import Prepared, write_whole
 from transformer_jax.training.reporting import Reporter
-from transformer_jax.training.state import count_parameters
 from transformer_jax.translation.translator import Translator
 
 _SHOWN = 5  # translations printed beside their references
 
 
-def finish(prepared: Prepared, run: pathlib.Path, step: int, seconds: float, report: Reporter) -> None:
-    """Scores a run that ended at update `step`, once; writes averaged/, results.json and curve.png."""
+def finish(prepared: Prepared, run: pathlib.Path, facts: Mapping[str, Any], report: Reporter) -> None:
+    """Scores a finished run, once for each last step; writes averaged/, results.json and curve.png.
+
+    `facts` become part of results.json; `step` is one of them.
+    """
     path = run / "results.json"
     results = _read(path)
-    if results is None or results["step"] != step:
-        page, results = _score(prepared, run, report)
-        results = {"step": step, **results, "training_seconds": round(seconds, 1), "page": page}
+    if results is None or results["step"] != facts["step"]:
+        page, scored = _score(prepared, run, report)
+        results = {**facts, **scored, "page": page}
         write_whole(path, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
     for line in results["page"]:
         report.say(line)
-    if draw_curve(run) is None:
-        report.say("no curve.png: it needs matplotlib (pip install matplotlib)")
+    draw_curve(run)
     report.say(f"\ntranslate with: transformer-jax translate {run}")
 
 
@@ -64,7 +66,6 @@ def _score(prepared: Prepared, run: pathlib.Path, report: Reporter) -> tuple[lis
         "split": split,
         "scores": dataclasses.asdict(scores),
         "averaged_steps": steps,
-        "parameters": count_parameters(config.model),
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}, {os.cpu_count()} processors",
         "jax": jax.__version__,
     }

@@ -25,7 +25,7 @@ from transformer_jax.training.interruption import Interruption, only_process
 from transformer_jax.training.metrics import MetricsWriter
 from transformer_jax.training.preparation import Prepared, prepare
 from transformer_jax.training.reporting import Reporter
-from transformer_jax.training.state import TrainState, count_parameters, init_state, make_optimizer
+from transformer_jax.training.state import TrainState, init_state, make_optimizer
 from transformer_jax.training.step import make_loss_step, make_train_step
 from transformer_jax.training.throughput import Throughput
 
@@ -52,7 +52,7 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> None:
             with contextlib.closing(checkpoints), jax.set_mesh(mesh):
                 run = _Run(prepared, folder, mesh, checkpoints, report)
                 run.update_until_done()
-            finish(prepared, folder, run.step, run.seconds, report)
+            finish(prepared, folder, run.facts(), report)
 
 
 class _Run:
@@ -78,7 +78,12 @@ class _Run:
             self.state = TrainState(**restored.state)
             self._go_on(restored.extra)
         self.step = int(self.state.step)
+        self.parameters = sum(leaf.size for leaf in jax.tree.leaves(self.state.params))
         self._describe()
+
+    def facts(self) -> dict[str, Any]:
+        """What results.json says of the training."""
+        return {"step": self.step, "parameters": self.parameters, "training_seconds": round(self.seconds, 1)}
 
     def _go_on(self, extra: Mapping[str, Any]) -> None:
         self.epoch, self.index, self.seconds = extra["epoch"], extra["index"], extra["seconds"]
@@ -96,10 +101,12 @@ class _Run:
 
     def _describe(self) -> None:
         plan, report = self.prepared.plan, self.report
-        dev_plan, count = self.prepared.dev_plan, count_parameters(self.config.model)
+        dev_plan = self.prepared.dev_plan
         batches = plan.epoch(0)
         shapes = ", ".join(f"{s.rows} x ({s.source_width} + {s.target_width})" for s in plan.shapes)
-        report.say(f"model      {count:,} parameters on {self.mesh.size} {jax.devices()[0].device_kind} device(s)")
+        report.say(
+            f"model      {self.parameters:,} parameters on {self.mesh.size} {jax.devices()[0].device_kind} device(s)"
+        )
         report.say(
             f"text       {self.prepared.splits.train.name}: {len(plan.kept):,} pairs of {len(plan.lengths):,} "
             f"({plan.dropped:,} blank or longer than data.max_length)"

@@ -81,15 +81,12 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
 def draw_curve(workdir: pathlib.Path) -> pathlib.Path | None:
     """curve.png: loss of training and dev text, and BLEU and chrF against updates.
 
-    None without metrics, or without matplotlib, which is the optional extra `plot`.
+    None where there are no metrics.
     """
     lines = read_metrics(workdir / "metrics.jsonl")
     if not lines:
         return None
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     losses, scores = figure.subplots(1, 2)

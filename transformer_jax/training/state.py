@@ -40,8 +40,3 @@ def init_state(config: ModelConfig, optimizer: optax.GradientTransformation, see
     """The state before the first update."""
     params = init_params(config, seed)
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
-
-
-def count_parameters(config: ModelConfig) -> int:
-    """Numbers in all parameters of a model; none is made for it."""
-    return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lambda: init_params(config, 0))))

@@ -1,0 +1,149 @@
+"""The mean of checkpoints: exact, of the newest ones, and a folder that is always whole."""
+
+import itertools
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from transformer_jax.checkpointing.checkpoints import Checkpoints, digest_tree, load_params
+from transformer_jax.cli.main import main
+from transformer_jax.errors import UserError
+from transformer_jax.training.averaging import average_checkpoints, average_run
+
+
+def fail(message):
+    raise AssertionError(message)
+
+
+def make_run(run, weights, keep=1000):
+    """A run's folder with a checkpoint for each step: {step: parameters}; a number is a constant weight."""
+    run.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "tokenizer.model"):
+        (run / name).write_text(name)
+    checkpoints = Checkpoints(run / "checkpoints", keep=keep, warn=fail)
+    for step, value in weights.items():
+        params = value if isinstance(value, dict) else {"layer": {"w": np.full((2, 3), value, np.float32)}}
+        state = {"step": step, "params": params, "optimizer_state": {"count": np.int32(step)}}
+        checkpoints.save(step, state, {"tokenizer": "T", "text": "U"}, score=None)
+    checkpoints.close()
+    return run
+
+
+def mean(run):
+    return load_params(run / "averaged" / "checkpoints", warn=fail)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([1.0, 2.0, 6.0])))
+def test_the_mean_is_exact_in_every_order(order, tmp_path):
+    """C8: 1, 2 and 6 make 3; the update counts are no part of it."""
+    run = make_run(tmp_path / "run", dict(zip([1, 2, 3], order, strict=True)))
+    path, steps = average_run(run, 3)
+    assert path == run / "averaged" and steps == [1, 2, 3]
+    found = mean(run)
+    assert found.params["layer"]["w"].tolist() == [[3.0] * 3] * 2
+    assert found.params["layer"]["w"].dtype == np.float32
+    assert found.step == 3 and list(found.state) == ["params"]
+    assert found.extra == {"tokenizer": "T", "text": "U", "averaged_steps": [1, 2, 3]}
+    assert [(path / name).read_text() for name in ("config.json", "tokenizer.model")] == [
+        "config.json", "tokenizer.model",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("copies", [1, 7])
+def test_the_mean_of_copies_is_the_copy(dtype, copies, tmp_path):
+    """C8: to the last bit, and twice the same."""
+    params = {"w": np.random.default_rng(0).normal(size=500).astype(dtype)}
+    run = make_run(tmp_path / "run", dict.fromkeys(range(1, copies + 1), params))
+    for _ in range(2):
+        average_run(run, copies)
+        assert digest_tree(mean(run).params) == digest_tree(params)
+
+
+def test_many_small_numbers_lose_no_digits(tmp_path, monkeypatch):
+    """C8: a sum in bfloat16 would stop at 256, one in float32 at 2^24; the arrays are counted without a disk."""
+    value = np.asarray([1.0, 2.0**24 + 2], np.float32)
+    monkeypatch.setattr("transformer_jax.training.averaging.complete_steps", lambda folder: list(range(1000)))
+    monkeypatch.setattr(
+        "transformer_jax.training.averaging.read_step", lambda folder, wanted, params_only: ({}, {"params/w": value})
+    )
+    params, steps = average_checkpoints(tmp_path, 1000, fail)
+    assert params["w"].tolist() == value.tolist() and len(steps) == 1000
+
+
+def test_the_last_are_those_with_the_greatest_numbers(tmp_path):
+    """C8, C9: 100 comes after 9; step 0 is a step like any other."""
+    run = make_run(tmp_path / "run", {0: 5.0, 9: 1.0, 10: 2.0, 100: 6.0})
+    assert average_run(run, 2)[1] == [10, 100]
+    assert mean(run).params["layer"]["w"][0, 0] == 4.0
+    assert average_run(run, 4)[1] == [0, 9, 10, 100]
+    assert mean(run).params["layer"]["w"][0, 0] == 3.5
+    assert average_run(make_run(tmp_path / "first", {0: 5.0}), 1)[1] == [0]
+
+
+def test_more_than_there_are_is_refused(tmp_path):
+    run = make_run(tmp_path / "run", {1: 1.0, 2: 2.0})
+    with pytest.raises(UserError, match="has 2 checkpoints, fewer than the 3 to average"):
+        average_run(run, 3)
+    assert not (run / "averaged").exists()
+
+
+def test_other_shapes_are_refused(tmp_path):
+    run = make_run(tmp_path / "run", {1: {"w": np.zeros(3)}, 2: {"w": np.zeros(4)}})
+    with pytest.raises(UserError, match=r"checkpoint .*2 has parameters of other names or shapes than checkpoint 1"):
+        average_run(run, 2)
+
+
+def test_a_damaged_checkpoint_is_left_out_loudly(tmp_path):
+    run = make_run(tmp_path / "run", {1: 1.0, 2: 2.0, 3: 6.0})
+    record = run / "checkpoints" / "2" / "record" / "record.json"
+    kept = record.read_bytes()
+    record.write_bytes(kept.replace(b'"step"', b'"stop"'))
+    warnings = []
+    assert average_run(run, 3, warn=warnings.append)[1] == [1, 3]
+    assert mean(run).params["layer"]["w"][0, 0] == 3.5
+    assert len(warnings) == 1 and "checkpoints/2 is left out of the mean" in warnings[0]
+    with pytest.raises(UserError, match="none of the newest 1 checkpoints"):
+        (run / "checkpoints" / "3" / "record" / "record.json").write_bytes(b"{")
+        average_run(run, 1, warn=warnings.append)
+
+
+def test_an_earlier_mean_stays_until_the_new_one_is_whole(tmp_path, monkeypatch):
+    """A kill in the middle leaves the old folder as it was; what it left half-done is gone after the next call."""
+    run = make_run(tmp_path / "run", {1: 1.0, 2: 3.0})
+    average_run(run, 1)
+
+    def killed(*arguments, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            average_run(run, 2)
+    assert mean(run).extra["averaged_steps"] == [2]
+    average_run(run, 2)
+    assert mean(run).extra["averaged_steps"] == [1, 2]
+    assert sorted(path.name for path in run.iterdir()) == ["averaged", "checkpoints", "config.json", "tokenizer.model"]
+
+
+def test_a_run_that_lacks_its_tokenizer_is_named(tmp_path):
+    run = make_run(tmp_path / "run", {1: 1.0})
+    (run / "tokenizer.model").unlink()
+    with pytest.raises(UserError, match=r"tokenizer\.model: No such file"):
+        average_run(run, 1)
+
+
+def test_the_command(tmp_path, capsys):
+    run = make_run(tmp_path / "run", {step: float(step) for step in (1, 2, 3)})
+    assert main(["average", str(run), "--last", "2"]) == 0
+    assert capsys.readouterr().out == f"{run / 'averaged'}: mean of the checkpoints of updates 2, 3\n"
+    for argv, words in (
+        ([str(run)], "has 3 checkpoints, fewer than the 5"),
+        ([str(run), "--last", "0"], "--last is 0"),
+        ([str(tmp_path / "none")], "has no checkpoints; name the --workdir of a run"),
+    ):
+        assert main(["average", *argv]) == 2
+        assert words in capsys.readouterr().err
+    assert json.loads((run / "checkpoints" / "3" / "record" / "record.json").read_text())["step"] == 3

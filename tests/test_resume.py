@@ -1,0 +1,336 @@
+"""A run that is stopped, killed or damaged goes on as if it had never stopped, or says why it does not."""
+
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from small_runs import metrics, pairs, programs_kept_in, run_config, saved, write_pairs
+
+from transformer_jax.config_loading import load_config
+from transformer_jax.data.batches import assemble, batches_from
+from transformer_jax.data.tokenizer import Tokenizer
+from transformer_jax.errors import UserError
+from transformer_jax.training import loop, preparation
+from transformer_jax.training.interruption import only_process
+from transformer_jax.training.loop import train
+from transformer_jax.training.metrics import MetricsWriter, read_metrics
+from transformer_jax.training.preparation import prepare
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("programs")
+    with programs_kept_in(folder):
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """Six updates without a stop, and their configuration."""
+    folder = tmp_path_factory.mktemp("straight")
+    config = run_config(folder / "text")
+    train(config, folder / "run")
+    return folder / "run", config
+
+
+@pytest.fixture(scope="module")
+def stopped_once(straight, tmp_path_factory):
+    """The same run, ended by SIGTERM at its third update."""
+    write = MetricsWriter.write
+    run = tmp_path_factory.mktemp("stopped") / "run"
+
+    def write_and_signal(self, step, values):
+        write(self, step, values)
+        if step == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MetricsWriter, "write", write_and_signal)
+        with pytest.raises(SystemExit) as stop:
+            train(straight[1], run)
+    assert stop.value.code == 128 + signal.SIGTERM
+    return run
+
+
+@pytest.fixture
+def stopped(stopped_once, straight, tmp_path):
+    """A copy of that run, and its configuration."""
+    shutil.copytree(stopped_once, tmp_path / "run")
+    return tmp_path / "run", straight[1]
+
+
+def damage(step_folder):
+    """Overwrites the middle of the largest file of a checkpoint."""
+    path = max((path for path in step_folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    octets = bytearray(path.read_bytes())
+    third = len(octets) // 3
+    octets[third : 2 * third] = bytes(third)
+    path.write_bytes(octets)
+
+
+def test_three_updates_and_three_more_are_six(straight, stopped):
+    """C1: parameters, moments, update count, losses, scores and data position, all to the last bit, with dropout."""
+    folder, config = stopped
+    assert list(saved(folder)) == [2, 3] and metrics(folder, "step", "loss")[-1][0] == 3
+    train(config, folder)
+    assert list(saved(folder)) == [2, 3, 4, 6]
+    assert saved(folder) == saved(straight[0])
+    assert metrics(folder) == metrics(straight[0])
+    results = [json.loads((run / "results.json").read_text()) for run in (folder, straight[0])]
+    assert results[0]["scores"] == results[1]["scores"]
+
+
+def test_more_steps_than_at_first_go_on(straight, tmp_path):
+    """C1: train.steps may grow; the end is that of a run that knew from the start."""
+    config = straight[1]
+    shorter = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=4))
+    train(shorter, tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["step"] == 4
+    train(config, tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["averaged_steps"] == [4, 6]
+    assert saved(tmp_path / "run")[6] == saved(straight[0])[6]
+    train(shorter, tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["step"] == 6
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_every_pair_is_taken_in_its_turn_across_a_stop_and_an_epochs_end(packing, tmp_path):
+    """C2: the pairs of eight batches, of which three make an epoch, with and without a stop after any of them."""
+    config = run_config(tmp_path / "text", data__packing=packing, data__max_length=24, data__batch_tokens=112)
+    plan = prepare(config, tmp_path / "run", 1, print).plan
+
+    def taken(epoch, index, count):
+        batches = list(itertools.islice(batches_from(plan, epoch, index), count))
+        return [batch.examples.tolist() for _, _, batch in batches], batches[-1][:2]
+
+    whole, _ = taken(0, 0, 8)
+    epoch = len(plan.epoch(0))
+    assert sorted(itertools.chain(*whole[:epoch])) == list(range(40)) and epoch < 8
+    for stop in range(1, 8):
+        first, position = taken(0, 0, stop)
+        assert first + taken(*position, 8 - stop)[0] == whole
+
+
+def test_the_loop_takes_the_batches_that_follow_its_checkpoint(stopped, straight, monkeypatch):
+    """C2: in the loop itself, through the end of an epoch."""
+    consumed = []
+    monkeypatch.setattr(
+        loop,
+        "assemble",
+        lambda planned, *rest, **options: consumed.append(planned) or assemble(planned, *rest, **options),
+    )
+    folder, config = stopped
+    train(config, folder)
+    plan = prepare(config, folder, 1, print).plan
+    expected = [planned for _, _, planned in itertools.islice(batches_from(plan, 0, 0), 6)][3:]
+    assert [batch.examples.tolist() for batch in consumed] == [batch.examples.tolist() for batch in expected]
+    assert len(plan.epoch(0)) < 6
+
+
+def test_metrics_after_the_checkpoint_are_dropped_and_a_cut_line_too(stopped, straight):
+    """Killed after update 4 was written down, in the middle of the next line."""
+    folder, config = stopped
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "loss": 99.0}\n{"step": 5, "lo')
+    train(config, folder)
+    assert metrics(folder) == metrics(straight[0])
+    lines = (folder / "metrics.jsonl").read_text().removesuffix("\n").split("\n")
+    steps = [line["step"] for line in map(json.loads, lines) if "loss" in line]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_loudly(stopped, straight, capsys):
+    folder, config = stopped
+    damage(folder / "checkpoints" / "3")
+    (folder / "checkpoints" / "7").mkdir()
+    train(config, folder)
+    out = capsys.readouterr().out
+    assert "warning: skipped checkpoint" in out and "going on from update 2" in out
+    assert (folder / "checkpoints" / "damaged-3").is_dir()
+    assert saved(folder) == saved(straight[0]) and metrics(folder) == metrics(straight[0])
+
+
+def test_a_folder_of_damaged_checkpoints_is_not_trained_over(stopped):
+    folder, config = stopped
+    for step in (2, 3):
+        damage(folder / "checkpoints" / str(step))
+    before = (folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match=r"no sound checkpoint .*step 3.*step 2"):
+        train(config, folder)
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model__d_ff": 24}, "model.d_ff 16, and this command says 24"),
+        ({"model__vocab_size": 400}, "model.vocab_size"),
+        ({"optimizer__learning_rate": 0.02}, "optimizer.learning_rate 0.01"),
+        ({"data__batch_tokens": 128}, "data.batch_tokens"),
+        ({"train__seed": 1}, "train.seed"),
+        ({"train__label_smoothing": 0.0}, "train.label_smoothing"),
+    ],
+)
+def test_a_run_does_not_go_on_under_another_configuration(changes, words, straight):
+    """C7: every difference that would change an update is refused, with both values, and nothing is written."""
+    folder, config = straight
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    text = pathlib.Path(config.data.train_source).parent
+    with pytest.raises(UserError, match=words):
+        train(run_config(text, **changes), folder)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_steps_are_fixed_where_the_schedule_depends_on_them(tmp_path):
+    linear = run_config(tmp_path / "text", optimizer__decay="linear", train__steps=1)
+    (tmp_path / "run" / "checkpoints" / "1").mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text(linear.to_json())
+    with pytest.raises(UserError, match=r"train\.steps 1, and this command says 9"):
+        train(dataclasses.replace(linear, train=dataclasses.replace(linear.train, steps=9)), tmp_path / "run")
+
+
+def test_another_tokenizer_or_text_is_refused(straight, tmp_path):
+    """C7: of the same size too; config.json stays as it was."""
+    folder = tmp_path / "run"
+    shutil.copytree(straight[0], folder)
+    config, before = straight[1], (folder / "config.json").read_bytes()
+    other = [sentence for pair in pairs(40, seed=9, words=["abc", "abd", "xyz"]) for sentence in pair]
+    Tokenizer.train(other, folder / "tokenizer.model", vocab_size=290)
+    with pytest.raises(UserError, match="trained with another tokenizer than there is now"):
+        train(config, folder)
+    shutil.copyfile(straight[0] / "tokenizer.model", folder / "tokenizer.model")
+    kept = pathlib.Path(config.data.train_source).read_bytes()
+    try:
+        write_pairs(pathlib.Path(config.data.train_source), pairs(40, seed=9))
+        with pytest.raises(UserError, match="trained with another text than there is now"):
+            train(config, folder)
+    finally:
+        pathlib.Path(config.data.train_source).write_bytes(kept)
+    assert (folder / "config.json").read_bytes() == before
+    given = Tokenizer.train(other, tmp_path / "other.model", vocab_size=290)
+    mine = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(tmp_path / "other.model")))
+    assert given.size > 0
+    with pytest.raises(UserError, match=r"data.tokenizer None, and this command says"):
+        train(mine, folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "has checkpoints but no config.json"),
+        (b"{", "config.json, line 1: not JSON"),
+        (b"\xff\xfe", "config.json: cannot be read"),
+        (b'{"model": {"heads": 2}}', "config.json: there is no field 'model.heads'"),
+    ],
+)
+def test_a_damaged_config_json_is_named(content, words, tmp_path):
+    (tmp_path / "run" / "checkpoints" / "3").mkdir(parents=True)
+    if content is not None:
+        (tmp_path / "run" / "config.json").write_bytes(content)
+    with pytest.raises(UserError, match=words):
+        train(run_config(tmp_path / "text"), tmp_path / "run")
+
+
+class Reached(Exception):
+    """The place in the data from which a run would go on."""
+
+
+def test_on_more_devices_the_run_goes_on_at_much_the_same_place_and_says_so(stopped, monkeypatch, capsys):
+    """J4: batches of 4 rows become batches of 8: after three of the former comes the second of the latter."""
+    folder, config = stopped
+    plan_batches = preparation.plan_batches
+    monkeypatch.setattr(
+        preparation, "plan_batches", lambda *given, **options: plan_batches(*given, **{**options, "row_multiple": 8})
+    )
+
+    def reached(plan, epoch, index):
+        raise Reached(epoch, index)
+
+    monkeypatch.setattr(loop, "batches_from", reached)
+    with pytest.raises(Reached) as position:
+        train(config, folder)
+    assert position.value.args == (0, 1)
+    assert "a batch has [8] rows, where it had [4]" in capsys.readouterr().out
+
+
+def test_two_processes_do_not_train_in_one_folder(straight):
+    with only_process(straight[0]), pytest.raises(UserError, match="another process is training there"):
+        train(straight[1], straight[0])
+    train(straight[1], straight[0])
+
+
+CONFIG = """
+import dataclasses, pathlib, sys
+sys.path.insert(0, {tests!r})
+from small_runs import run_config
+
+def get_config(variant):
+    return run_config(
+        pathlib.Path({text!r}), train__steps=300, train__evaluate_every=150, train__checkpoint_every=40,
+        optimizer__learning_rate=0.001,
+    )
+"""
+
+
+class Command:
+    """`python train.py` as a process of its own."""
+
+    def __init__(self, folder, programs, run):
+        text = CONFIG.format(tests=str(ROOT / "tests"), text=str(folder / "text"))
+        (folder / "config.py").write_text(text)
+        self.run = run
+        environment = {
+            **os.environ, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(programs),
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
+        }  # fmt: skip
+        self.process = subprocess.Popen(
+            [sys.executable, "train.py", "--config", str(folder / "config.py"), "--workdir", str(run)],
+            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def send(self, number, updates):
+        """Sends a signal once so many more updates are written down; returns the exit code."""
+        path = self.run / "metrics.jsonl"
+
+        def lines():
+            return path.read_bytes().count(b"\n") if path.exists() else 0
+
+        started = lines()
+        # The lines after the checkpoint are dropped as the run begins again: only what grows is an update.
+        while (now := lines()) < started + updates and self.process.poll() is None:
+            started = min(started, now)
+            time.sleep(0.005)
+        self.process.send_signal(number)
+        return self.finish()
+
+    def finish(self):
+        self.out, self.err = self.process.communicate(timeout=300)
+        return self.process.returncode
+
+
+@pytest.mark.slow
+def test_kills_and_signals_at_any_moment_change_nothing_in_the_end(tmp_path, programs):
+    """C1: kill -9, SIGTERM and SIGINT, then the run again each time, beside a run without a stop."""
+    run = tmp_path / "run"
+    assert Command(tmp_path, programs, run).send(signal.SIGKILL, 60) == -signal.SIGKILL
+    for number in (signal.SIGTERM, signal.SIGINT):
+        stopped = Command(tmp_path, programs, run)
+        assert stopped.send(number, 30) == 128 + number, stopped.err
+        assert "the checkpoint is safe" in stopped.out and stopped.err == ""
+        # Of the very update that was the last.
+        assert max(saved(run)) == max(line["step"] for line in read_metrics(run / "metrics.jsonl")) < 300
+    last = Command(tmp_path, programs, run)
+    assert last.finish() == 0, last.err
+    train(load_config(str(tmp_path / "config.py")), tmp_path / "whole")
+    assert saved(run)[300] == saved(tmp_path / "whole")[300]
+    assert metrics(run) == metrics(tmp_path / "whole")
