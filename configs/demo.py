@@ -19,13 +19,13 @@ GERMAN = Config(
     ),
     optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=100, decay="linear"),
     data=DataConfig(
-        corpus="office", source_language="en", target_language="de", vocab_size=3000, max_length=96, row_length=96,
+        corpus="office", source_language="en", target_language="de", vocab_size=3000, max_length=64, row_length=64,
         batch_tokens=2048,
     ),
     # Sentences here are short: the paper's 0.6 writes too little.
     search=SearchConfig(beam_size=4, length_penalty=1.0, max_source_length=256, batch_tokens=2048),
     train=TrainConfig(
-        steps=1200, evaluate_every=400, evaluate_sentences=100, checkpoint_every=100, keep_checkpoints=3,
+        steps=1000, evaluate_every=500, evaluate_sentences=100, checkpoint_every=100, keep_checkpoints=3,
         average_checkpoints=3, log_every=10,
     ),
 )  # fmt: skip

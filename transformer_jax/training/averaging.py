@@ -57,6 +57,7 @@ def average_checkpoints(
     Raises:
         UserError: fewer checkpoints than asked for, none sound, or shapes that differ.
     """
+    folder = folder.absolute()  # as orbax wants it
     steps = complete_steps(folder)[-last:]
     if len(steps) < last:
         raise UserError(f"{folder} has {len(steps)} checkpoints, fewer than the {last} to average: ask for fewer")
