@@ -18,9 +18,9 @@ from transformer_jax.ops.dropout import dropout
 def project_heads(x: Float[Array, "B T D"], w: Float[Array, "D H K"], b: Float[Array, "H K"] | None) -> Array:
     """x W_i for all heads at once, [B T D] -> [B T H K].
 
-    One product of rows with a matrix. With batch and length kept apart XLA lays out the weight's gradient so that a train
-    step on a CPU takes 1.3 times as long; with heads kept apart it copies every gradient into another order, which costs
-    up to a tenth of the step at d_model 512.
+    One product of rows with a matrix. With batch and length kept apart XLA lays out the weight's gradient so that a
+    train step on a CPU takes 1.3 times as long; with heads kept apart it copies every gradient into another order,
+    which costs up to a tenth of the step at d_model 512.
     """
     batch, length, d_model = x.shape
     rows = x.reshape(batch * length, d_model)
