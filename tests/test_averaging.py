@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import pathlib
 
 import ml_dtypes
 import numpy as np
@@ -49,6 +50,14 @@ def test_the_mean_is_exact_in_every_order(order, tmp_path):
     assert [(path / name).read_text() for name in ("config.json", "tokenizer.model")] == [
         "config.json", "tokenizer.model",
     ]  # fmt: skip
+
+
+def test_a_run_may_be_named_from_the_folder_that_holds_it(tmp_path, monkeypatch):
+    """As `--workdir runs/demo` does: orbax reads absolute paths only."""
+    make_run(tmp_path / "run", {1: 1.0, 2: 3.0})
+    monkeypatch.chdir(tmp_path)
+    average_run(pathlib.Path("run"), 2)
+    assert mean(tmp_path / "run").params["layer"]["w"].tolist() == [[2.0] * 3] * 2
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
