@@ -197,7 +197,7 @@ def test_overrides_that_only_fit_together_are_applied_together():
         (["model.dropout=1"], ["model.dropout is 1.0", "below 1"]),
         (["model.tied_embeddings=0"], ["model.tied_embeddings is '0'", "true or false"]),
         (["model.norm=mid"], ["model.norm is 'mid'", "'post' or 'pre'"]),
-        (["train.steps=0"], ["train.steps is 0", "at least 1"]),
+        (["train.steps=0"], ["train.steps is 0", "from 1 to"]),
         (["junk"], ["'junk'", "section.field=value"]),
         (["--model.d-k"], ["--model.d-k needs a value"]),
         (["--model.d-k", "--model.d-v", "3"], ["--model.d-k needs a value"]),

@@ -220,7 +220,7 @@ def test_another_tokenizer_or_text_is_refused(straight, tmp_path):
     given = Tokenizer.train(other, tmp_path / "other.model", vocab_size=290)
     mine = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(tmp_path / "other.model")))
     assert given.size > 0
-    with pytest.raises(UserError, match=r"data.tokenizer None, and this command says"):
+    with pytest.raises(UserError, match=r"is not the tokenizer of data.tokenizer"):
         train(mine, folder)
 
 

@@ -4,9 +4,11 @@ import dataclasses
 import itertools
 import json
 import math
+import shutil
 import struct
 
 import jax
+import jax.numpy as jnp
 import pytest
 from small_models import QUICK
 from small_runs import metrics, pairs, programs_kept_in, run_config, saved, write_pairs
@@ -17,10 +19,11 @@ from transformer_jax.data.batches import assemble, batches_from
 from transformer_jax.errors import UserError
 from transformer_jax.ops.masks import BOS
 from transformer_jax.parallel.mesh import make_mesh
+from transformer_jax.training.interruption import only_process
 from transformer_jax.training.loop import train
 from transformer_jax.training.metrics import read_metrics
 from transformer_jax.training.preparation import prepare
-from transformer_jax.training.state import init_params, init_state, make_optimizer
+from transformer_jax.training.state import all_finite, init_params, init_state, make_optimizer
 from transformer_jax.training.step import make_loss_step, make_train_step
 from transformer_jax.translation.translator import Translator
 
@@ -188,6 +191,36 @@ def test_a_finished_run_run_again_prints_its_scores_and_changes_nothing(run, cap
     assert (saved(folder), [(folder / name).read_bytes() for name in kept]) == before
     out = capsys.readouterr().out
     assert "chrF2" in out and "scoring" not in out and "compiled" not in out
+
+
+def test_a_damaged_mean_is_passed_over_loudly(run, tmp_path):
+    """The run's own checkpoints are sound: they translate."""
+    folder = tmp_path / "run"
+    shutil.copytree(run[0], folder)
+    (record,) = (folder / "averaged" / "checkpoints").glob("*/record/record.json")
+    record.write_text("{}")
+    warnings = []
+    translator = Translator.load(folder, warn=warnings.append)
+    assert "averaged is passed over" in warnings[0] and "transformer-jax average" in warnings[0]
+    assert translator.step in saved(run[0]) and "checkpoint" in translator.note
+
+
+def test_parameters_that_are_not_finite_are_not_saved(tmp_path, monkeypatch):
+    """N3: an update may spoil them while the loss before it was finite."""
+    assert not all_finite({"a": jnp.ones(3), "b": {"c": jnp.array([1.0, jnp.nan])}})
+    assert all_finite({"a": jnp.ones(3)})
+    monkeypatch.setattr("transformer_jax.training.loop.all_finite", lambda params: jnp.array(False))
+    with pytest.raises(UserError, match=r"parameters are not finite after it; nothing was saved"):
+        train(run_config(tmp_path), tmp_path / "run")
+    assert saved(tmp_path / "run") == {}
+
+
+def test_a_second_training_in_a_folder_changes_nothing_there(tmp_path):
+    """The lock comes before anything is written."""
+    folder = tmp_path / "run"
+    with only_process(folder), pytest.raises(UserError, match="another process is training there"):
+        train(run_config(tmp_path / "text"), folder)
+    assert not folder.exists()
 
 
 def test_the_same_seed_repeats_a_run_and_another_does_not(run, tmp_path):

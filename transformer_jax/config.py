@@ -13,6 +13,11 @@ from typing import Literal
 from transformer_jax.config_fields import build, check_types
 from transformer_jax.errors import UserError
 
+# Nothing that is counted here comes near it: a larger number is a slip, and would end in a message about memory.
+_LARGEST = 2**26
+# Beyond these, float32 has only 0 and infinity.
+_TINY, _HUGE = 1e-30, 1e30
+
 
 def _require(condition: bool, name: str, value: object, wanted: str) -> None:
     if not condition:
@@ -22,7 +27,14 @@ def _require(condition: bool, name: str, value: object, wanted: str) -> None:
 def _require_positive(prefix: str, config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        _require(value is None or value >= 1, f"{prefix}.{name}", value, "at least 1")
+        _require(value is None or 1 <= value <= _LARGEST, f"{prefix}.{name}", value, f"from 1 to {_LARGEST}")
+
+
+def _require_float32(prefix: str, config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        wanted = f"from {_TINY} to {_HUGE}, above 0 in float32"
+        _require(value is None or _TINY <= value <= _HUGE, f"{prefix}.{name}", value, wanted)
 
 
 def _require_fraction(prefix: str, config: object, *names: str) -> None:
@@ -85,7 +97,7 @@ class ModelConfig:
             "d_v", "max_positions",
         )  # fmt: skip
         _require_fraction("model", self, "dropout", "attention_dropout", "relu_dropout")
-        _require(self.norm_epsilon > 0, "model.norm_epsilon", self.norm_epsilon, "above 0")
+        _require_float32("model", self, "norm_epsilon")
         _require(
             self.positions == "learned" or self.d_model % 2 == 0,
             "model.d_model",
@@ -143,7 +155,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         check_types(self, "optimizer.")
         _require_fraction("optimizer", self, "beta1", "beta2")
-        _require(self.epsilon > 0, "optimizer.epsilon", self.epsilon, "above 0")
+        _require_float32("optimizer", self, "epsilon", "learning_rate", "learning_rate_factor")
         _require(
             self.learning_rate is None or self.learning_rate > 0,
             "optimizer.learning_rate",
@@ -237,7 +249,8 @@ class SearchConfig:
         check_types(self, "search.")
         _require_positive("search", self, "beam_size", "n_best", "batch_tokens")
         _require(self.max_source_length >= 2, "search.max_source_length", self.max_source_length, "at least 2")
-        _require(self.length_penalty >= 0, "search.length_penalty", self.length_penalty, "at least 0")
+        _require(0 <= self.length_penalty <= 10, "search.length_penalty", self.length_penalty, "from 0 to 10")
+        _require(self.beam_size <= 1024, "search.beam_size", self.beam_size, "at most 1024")
         _require(self.max_extra_length >= 1, "search.max_extra_length", self.max_extra_length, "at least 1")
         _require(
             self.n_best <= self.beam_size,
@@ -281,6 +294,14 @@ class TrainConfig:
     """Checkpoints averaged into the model that the run is scored by at its end; 1 takes the last as it is."""
     log_every: int = 10
     """Updates between lines of metrics.jsonl and TensorBoard."""
+
+    def evaluates_at(self, step: int) -> bool:
+        """Whether a validation follows this update; the last has one always."""
+        return step % self.evaluate_every == 0 or step == self.steps
+
+    def saves_at(self, step: int) -> bool:
+        """Whether a checkpoint follows this update."""
+        return step % self.checkpoint_every == 0 or self.evaluates_at(step)
 
     def __post_init__(self) -> None:
         check_types(self, "train.")
@@ -338,6 +359,8 @@ class Config:
             values = json.loads(text)
         except json.JSONDecodeError as error:
             raise UserError(f"{source_name}, line {error.lineno}: not JSON ({error.msg})") from error
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{source_name}: not a configuration ({str(error).splitlines()[0]})") from error
         if not isinstance(values, dict):
             raise UserError(f"{source_name} must hold one JSON object, but holds {type(values).__name__}")
         try:

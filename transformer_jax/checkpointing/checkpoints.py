@@ -78,18 +78,28 @@ class Checkpoints:
         keep: newest steps that stay; the best by score stays beside them.
         warn: takes one sentence for everything that was skipped, removed or moved; may be called while saving, from
             another thread.
+        scheduled: whether a step's checkpoint counts among the newest `keep`; one that does not, saved when a run was
+            stopped, stays until the next, so that what is kept does not depend on where a run was stopped.
 
     Raises:
         UserError: the folder cannot be made or read.
     """
 
-    def __init__(self, folder: Path, *, keep: int, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        warn: Callable[[str], None],
+        scheduled: Callable[[int], bool] = lambda step: True,
+    ) -> None:
         if keep < 1:
             raise ValueError(f"keep is {keep}, but must be at least 1")
         # orbax wants absolute paths.
         self._folder = Path(folder).absolute()
         self._keep = keep
         self._warn = warn
+        self._scheduled = scheduled
         self._pending: concurrent.futures.Future[None] | None = None
         self._executor = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         try:
@@ -236,7 +246,7 @@ class Checkpoints:
 
     def _rotate(self) -> None:
         steps = self.steps()
-        kept = {*steps[-self._keep :], self.best_step()}
+        kept = {*[step for step in steps if self._scheduled(step)][-self._keep :], steps[-1], self.best_step()}
         for step in steps:
             if step not in kept:
                 # Renamed first: a process killed half-way leaves no step that lacks some of its files.

@@ -41,7 +41,10 @@ def run(argv: Sequence[str]) -> None:
     options = parse_options(Options, argv, "evaluate")
     if (options.source is None) != (options.reference is None):
         raise UserError("--source and --reference go together: give both, or neither for the run's own corpus")
-    check_output(options.output)
+    if options.source is not None:
+        check_output(options.output, options.source, options.reference)
+    elif options.output is not None:
+        check_output(options.output)
     own_text = None
     if options.source is not None and options.reference is not None:
         own_text = read_pairs(options.source, options.reference)

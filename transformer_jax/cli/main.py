@@ -38,6 +38,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
     except BrokenPipeError:  # `| head` is no fault: not a word
         return _BROKEN_PIPE
+    except OSError as error:  # a full disk, a folder where a file should be: the caller's to mend, wherever it shows
+        name = error.filename if error.filename is not None else "output"
+        print(f"error: {name}: {error.strerror or error}; make room there or name another place", file=sys.stderr)
+        return _BAD_INPUT
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(
+            "error: there is not enough memory for this; make the model, data.batch_tokens or the beam smaller",
+            file=sys.stderr,
+        )
+        return _BAD_INPUT
     return 0
 
 
@@ -66,3 +78,7 @@ def _help() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items()]
     return "\n".join([_USAGE, "", *lines, "", "transformer-jax COMMAND --help lists the options of a command."])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

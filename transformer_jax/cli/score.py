@@ -28,7 +28,7 @@ class Options:
 def run(argv: Sequence[str]) -> None:
     """Parse the options, read both files, score and write a line for each pair."""
     options = parse_options(Options, argv, "score")
-    check_output(options.output)
+    check_output(options.output, options.source, options.target)
     sources, targets = read_pairs(options.source, options.target)
     from transformer_jax.translation.translator import Translator
 

@@ -1,6 +1,7 @@
 """Text in and out of the commands: one line is what lies between newlines, UTF-8 whatever the locale."""
 
 import itertools
+import os
 import pathlib
 import sys
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,8 @@ def read_input(path: str | None) -> Iterator[str]:
             return iter(())
         lines = read_lines(path)
         return itertools.chain([next(lines)], lines)
+    if sys.stdin is None:
+        raise UserError("standard input is closed; give --input FILE")
     if sys.stdin.isatty():
         print("reading sentences from the terminal; end with Ctrl-D on a line of its own", file=sys.stderr)
     return split_lines(sys.stdin.buffer, "standard input")
@@ -39,23 +42,39 @@ def read_pairs(source: str, target: str) -> tuple[list[str], list[str]]:
     return sources, targets
 
 
-def check_output(path: str | None, input_path: str | None = None) -> None:
-    """Refuse an output file that cannot be written, or that is the input, before the work is done, not after it."""
+def check_output(path: str | None, *inputs: str | None) -> None:
+    """Refuse an output file that cannot be written, or that is an input, before the work is done, not after it.
+
+    An input of None is standard input.
+    """
     if path is None:
+        if sys.stdout is None:
+            raise UserError("standard output is closed; give --output FILE")
         return
-    if input_path is not None and pathlib.Path(path).exists() and pathlib.Path(path).samefile(input_path):
-        raise UserError(f"--output {path} is the input, which is read while output is written; name another file")
+    if pathlib.Path(path).exists() and any(_same_file(path, name) for name in inputs):
+        raise UserError(f"--output {path} is an input, which would be lost; name another file")
     if pathlib.Path(path).is_dir():
         raise UserError(f"--output {path} is a folder; name a file")
     if not pathlib.Path(path).parent.is_dir():
         raise UserError(f"--output {path}: there is no folder {str(pathlib.Path(path).parent)!r}; create it first")
 
 
+def _same_file(path: str, input_path: str | None) -> bool:
+    try:
+        status = os.stat(input_path) if input_path is not None else os.fstat(0)
+    except OSError:  # no such input: whoever reads it says so
+        return False
+    return os.path.samestat(os.stat(path), status)
+
+
 def write_lines(path: str | None, lines: Iterable[str]) -> None:
     """Write each line and a newline as UTF-8 bytes, to a file or to standard output where `path` is None.
 
-    Each line is handed over as it comes, so that a reader need not wait and an end by force loses none of them.
+    Each line is handed over as it comes, so that a reader need not wait and an end by force loses none of them. A file
+    that is there already is not touched before the first line is.
     """
+    lines = iter(lines)
+    lines = itertools.chain([first for first in itertools.islice(lines, 1)], lines)
     if path is None:
         sys.stdout.flush()
         for line in lines:

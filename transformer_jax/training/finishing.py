@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,7 +36,8 @@ def finish(prepared: Prepared, run: pathlib.Path, facts: Mapping[str, Any], repo
     for line in results["page"]:
         report.say(line)
     draw_curve(run)
-    report.say(f"\ntranslate with: transformer-jax translate {run}")
+    command = pathlib.Path(sys.executable).with_name("transformer-jax")
+    report.say(f"\ntranslate with: {os.path.relpath(command)} translate {run} < in.txt > out.txt")
 
 
 def _read(path: pathlib.Path) -> dict[str, Any] | None:
@@ -43,7 +45,9 @@ def _read(path: pathlib.Path) -> dict[str, Any] | None:
         results = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return results if isinstance(results, dict) and {"step", "page"} <= results.keys() else None
+    return (
+        results if isinstance(results, dict) and isinstance(results.get("page"), list) and "step" in results else None
+    )
 
 
 def _score(prepared: Prepared, run: pathlib.Path, report: Reporter) -> tuple[list[str], dict[str, Any]]:

@@ -50,6 +50,8 @@ class Interruption:
 def only_process(workdir: pathlib.Path) -> Iterator[None]:
     """A context that no second process enters for the same folder; the end of a process, however it comes, leaves it.
 
+    The folder is made, and taken away again where nothing was put into it.
+
     A scheduler may start a run again while the first is still at its last checkpoint, which the second would take for
     the leftover of a killed save. Where a file system cannot lock, nothing is held.
 
@@ -61,7 +63,11 @@ def only_process(workdir: pathlib.Path) -> Iterator[None]:
         return
     import fcntl
 
-    descriptor = os.open(workdir, os.O_RDONLY)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(workdir, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"{workdir}: cannot be a run's folder ({error.strerror}); choose another --workdir") from error
     try:
         with contextlib.suppress(OSError):
             try:
@@ -72,4 +78,6 @@ def only_process(workdir: pathlib.Path) -> Iterator[None]:
                 ) from None
         yield
     finally:
+        with contextlib.suppress(OSError):
+            workdir.rmdir()  # which takes empty folders only
         os.close(descriptor)

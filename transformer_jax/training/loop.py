@@ -25,7 +25,7 @@ from transformer_jax.training.interruption import Interruption, only_process
 from transformer_jax.training.metrics import MetricsWriter
 from transformer_jax.training.preparation import Prepared, prepare
 from transformer_jax.training.reporting import Reporter
-from transformer_jax.training.state import TrainState, init_state, make_optimizer
+from transformer_jax.training.state import TrainState, all_finite, init_state, make_optimizer
 from transformer_jax.training.step import make_loss_step, make_train_step
 from transformer_jax.training.throughput import Throughput
 
@@ -43,16 +43,19 @@ def train(config: Config, workdir: str | os.PathLike[str]) -> None:
     folder = pathlib.Path(workdir)
     enable_compilation_cache()
     mesh = make_mesh(config.mesh)
-    with Reporter() as report:
+    with Reporter() as report, only_process(folder):
         prepared = prepare(config, folder, mesh.size, report.say)
         report.attach(folder)
-        keep = prepared.config.train.keep_checkpoints
-        with only_process(folder):
-            checkpoints = Checkpoints(folder / "checkpoints", keep=keep, warn=report.warn)
-            with contextlib.closing(checkpoints), jax.set_mesh(mesh):
-                run = _Run(prepared, folder, mesh, checkpoints, report)
-                run.update_until_done()
-            finish(prepared, folder, run.facts(), report)
+        checkpoints = Checkpoints(
+            folder / "checkpoints",
+            keep=prepared.config.train.keep_checkpoints,
+            warn=report.warn,
+            scheduled=prepared.config.train.saves_at,
+        )
+        with contextlib.closing(checkpoints), jax.set_mesh(mesh):
+            run = _Run(prepared, folder, mesh, checkpoints, report)
+            run.update_until_done()
+        finish(prepared, folder, run.facts(), report)
 
 
 class _Run:
@@ -67,6 +70,7 @@ class _Run:
         optimizer = make_optimizer(self.config.optimizer, model.d_model, train.steps)
         self.train_step = make_train_step(self.config, optimizer, mesh)
         self.loss_step = make_loss_step(self.config, mesh)
+        self.all_finite = jax.jit(all_finite)
         self.seconds = 0.0
         self.epoch = self.index = 0
         # Nothing is made on one device that belongs on others; a restored run makes nothing at all.
@@ -148,8 +152,8 @@ class _Run:
             self.state, metrics = self.train_step(self.state, batch)
             self.step += 1
             running.append((self.step, planned, metrics))
-            evaluate = self.step % train.evaluate_every == 0 or self.step == train.steps
-            save = evaluate or self.step % train.checkpoint_every == 0 or interruption.asked is not None
+            evaluate = train.evaluates_at(self.step)
+            save = train.saves_at(self.step) or interruption.asked is not None
             # One update stays in flight: the host looks at the one before while the device works.
             while len(running) > (0 if save else 1):
                 self._record(*running.popleft(), clock, writer)
@@ -189,6 +193,7 @@ class _Run:
         )
 
     def _mend(self) -> str:
+        self.checkpoints.wait()
         kept = self.checkpoints.steps()
         return (
             f"{f'checkpoint {kept[-1]} is sound' if kept else 'nothing was saved before'}: "
@@ -221,6 +226,8 @@ class _Run:
         return found.scores.bleu
 
     def _save(self, score: float | None, clock: Throughput) -> None:
+        if not self.all_finite(self.state.params):
+            raise UserError(f"update {self.step}: parameters are not finite after it; {self._mend()}")
         extra = {
             "epoch": self.epoch,
             "index": self.index,

@@ -17,7 +17,11 @@ from transformer_jax.translation.run_folder import with_vocabulary
 
 # Fields that may differ between a run and the command that continues it: none changes an update.
 _FREE = {
-    "data": {"data_dir", "cache_dir"},
+    # A text may be named by another path, or be moved: `Prepared.identity` knows it by its digest.
+    "data": {
+        "data_dir", "cache_dir", "tokenizer", "train_source", "train_target", "dev_source", "dev_target",
+        "test_source", "test_target",
+    },
     "train": {
         "evaluate_every", "evaluate_sentences", "checkpoint_every", "keep_checkpoints", "average_checkpoints",
         "log_every",

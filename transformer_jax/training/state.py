@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from transformer_jax.config import ModelConfig, OptimizerConfig
 from transformer_jax.model.transformer import Transformer
@@ -40,3 +40,8 @@ def init_state(config: ModelConfig, optimizer: optax.GradientTransformation, see
     """The state before the first update."""
     params = init_params(config, seed)
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+
+def all_finite(params: dict[str, Any]) -> Bool[Array, ""]:
+    """Whether every parameter is a finite number: the last look before a checkpoint."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]).all()

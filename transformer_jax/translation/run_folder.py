@@ -42,6 +42,16 @@ def read_run(path: str | os.PathLike[str], step: Step, warn: Callable[[str], Non
     folder = pathlib.Path(path)
     _require_run(folder)
     checkpoints, step = _choose(folder, step)
+    try:
+        return _read(checkpoints, step, warn)
+    except UserError as error:
+        if checkpoints.parent == folder or not complete_steps(folder / "checkpoints"):
+            raise
+        warn(f"{checkpoints.parent} is passed over, make it anew with `transformer-jax average`: {error}")
+        return _read(*_choose(folder, step, averaged=False), warn)
+
+
+def _read(checkpoints: pathlib.Path, step: Step, warn: Callable[[str], None]) -> Run:
     config = load_config(str(checkpoints.parent / "config.json"))
     tokenizer = Tokenizer.load(checkpoints.parent / "tokenizer.model")
     # Before the shapes are compared: another tokenizer may make them differ, which would then be all that one reads.
@@ -81,16 +91,16 @@ def _require_run(folder: pathlib.Path) -> None:
         raise UserError(f"{str(folder)!r} is {what}; name the --workdir of a run")
 
 
-def _choose(folder: pathlib.Path, step: Step) -> tuple[pathlib.Path, Step]:
+def _choose(folder: pathlib.Path, step: Step, *, averaged: bool = True) -> tuple[pathlib.Path, Step]:
     """The folder of checkpoints to take, and which of them."""
     checkpoints = folder / "checkpoints"
     steps = complete_steps(checkpoints) if checkpoints.is_dir() else []
-    averaged = folder / "averaged" / "checkpoints"
-    if step is None and averaged.is_dir():
+    mean = folder / "averaged" / "checkpoints"
+    if averaged and step is None and mean.is_dir():
         # Made at the run's end, of its newest checkpoints; older than those once the run has gone on.
-        averaged_steps = complete_steps(averaged)
+        averaged_steps = complete_steps(mean)
         if averaged_steps and averaged_steps[-1] >= max(steps, default=0):
-            return averaged, None
+            return mean, None
     if not steps:
         raise UserError(f"the run {str(folder)!r} has no checkpoint yet: train it until the first is saved")
     return checkpoints, "best" if step is None and best_step(checkpoints) is not None else step
