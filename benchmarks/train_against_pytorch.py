@@ -8,13 +8,12 @@ of the rounds; each round times every contender once, so that a change of the ma
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 
 import jax
 import numpy as np
 import torch
+from timing import medians, seconds_in_turn
 from torch import nn
 
 from transformer_jax.config import Config, DataConfig, ModelConfig, TrainConfig
@@ -73,7 +72,7 @@ def torch_step(d_model: int, tokens: list[np.ndarray], compiled: bool) -> Callab
     return step
 
 
-def jax_step(d_model: int, tokens: list[np.ndarray], packed: bool) -> Callable[[], float]:
+def jax_step(d_model: int, tokens: list[np.ndarray]) -> Callable[[], float]:
     """One update of ours: the very function that train.py runs, segment masks and metrics included."""
     config = Config(
         model=ModelConfig(
@@ -116,25 +115,19 @@ def main() -> None:
     print(f"jax {jax.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads")
     for d_model in arguments.widths:
         tokens = [generator.integers(4, VOCABULARY, (ROWS, LENGTH)).astype(np.int32) for _ in range(3)]
-        steps = {"ours": jax_step(d_model, tokens, False), "torch eager": torch_step(d_model, tokens, False)}
+        steps = {"ours": jax_step(d_model, tokens), "torch eager": torch_step(d_model, tokens, False)}
         if arguments.compile:
             steps["torch.compile"] = torch_step(d_model, tokens, True)
-        times: dict[str, list[float]] = {name: [] for name in steps}
         for step in steps.values():
             for _ in range(3):
                 step()
-        for _ in range(arguments.rounds):
-            for name, step in steps.items():
-                start = time.perf_counter()
-                step()
-                times[name].append(time.perf_counter() - start)
-        ours = statistics.median(times["ours"])
-        for name, values in times.items():
-            median = statistics.median(values)
+        times = seconds_in_turn(steps, arguments.rounds)
+        found = medians(times)
+        for name, median in found.items():
             rate = 2 * ROWS * LENGTH / median
             print(
-                f"d={d_model:4} {name:14} {median * 1e3:8.0f} ms (best {min(values) * 1e3:.0f})  {rate:8,.0f} tokens/s"
-                f"   ours is {median / ours:.2f} times as fast", flush=True,
+                f"d={d_model:4} {name:14} {median * 1e3:8.0f} ms (best {min(times[name]) * 1e3:.0f})"
+                f"  {rate:8,.0f} tokens/s   ours is {median / found['ours']:.2f} times as fast", flush=True,
             )  # fmt: skip
 
 

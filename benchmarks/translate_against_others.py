@@ -8,9 +8,7 @@ Ratios are of the median times of the rounds; each round times every contender o
 
 import argparse
 import os
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 
 import ctranslate2
@@ -20,6 +18,7 @@ import numpy as np
 import torch
 import transformers
 from marian_twin import NORM_EPSILON, marian_twin
+from timing import medians, seconds_in_turn
 
 from transformer_jax.config import ModelConfig, SearchConfig
 from transformer_jax.ops.masks import EOS, PAD
@@ -136,17 +135,10 @@ def measure(title: str, contenders: dict[str, Contender], pieces: int, rounds: i
     if any((outputs[name] != outputs["ours"].shape[1]).any() for name in contenders if name.startswith("CTranslate2")):
         raise SystemExit("CTranslate2 did not write as many pieces as it was asked for")
     same = np.mean([np.array_equal(*rows) for rows in zip(outputs["ours"], outputs["Hugging Face"], strict=True)])
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, run in contenders.items():
-            start = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - start)
-    mine = statistics.median(times["ours"])
-    for name, values in times.items():
-        median = statistics.median(values)
+    found = medians(seconds_in_turn(contenders, rounds))
+    for name, median in found.items():
         print(
-            f"{title}  {name:17} {pieces / median:8,.0f} pieces/s   ours is {median / mine:.2f} times as fast",
+            f"{title}  {name:17} {pieces / median:8,.0f} pieces/s   ours is {median / found['ours']:.2f} times as fast",
             flush=True,
         )
     print(f"{title}  rows that ours and Hugging Face translate alike: {same:.0%}")

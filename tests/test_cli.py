@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 
@@ -42,7 +43,7 @@ class UpperCase:
     """A translator that shouts, and keeps the options it was called with."""
 
     config = Config()
-    called_with: dict = {}  # noqa: RUF012  (reset by the fixture)
+    called_with: ClassVar[dict] = {}
 
     @classmethod
     def load(cls, path):

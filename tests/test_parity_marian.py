@@ -1,5 +1,7 @@
 """The same weights in Hugging Face's Marian (see benchmarks/marian_twin.py) give the same logits."""
 
+import importlib
+
 import jax
 import numpy as np
 import pytest
@@ -10,9 +12,9 @@ from transformer_jax.model.transformer import Transformer
 torch = pytest.importorskip("torch", reason="PyTorch is not installed (pip install '.[parity]')")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install '.[parity]')")
 
-from marian_twin import NORM_EPSILON, marian_twin  # noqa: E402  (it imports both)
+twin = importlib.import_module("marian_twin")  # only now: it imports both
 
-CONFIG = small_config(d_model=12, d_ff=20, num_heads=3, norm_epsilon=NORM_EPSILON, decoder_layers=3)
+CONFIG = small_config(d_model=12, d_ff=20, num_heads=3, norm_epsilon=twin.NORM_EPSILON, decoder_layers=3)
 
 
 def test_logits_equal_marians():
@@ -22,7 +24,7 @@ def test_logits_equal_marians():
     ours = jax.jit(Transformer(CONFIG).apply)({"params": params}, source, target)
     source, target = (torch.tensor(np.asarray(ids)).long() for ids in (source, target))
     with torch.no_grad():
-        theirs = marian_twin(CONFIG, params, max_positions=16)(
+        theirs = twin.marian_twin(CONFIG, params, max_positions=16)(
             input_ids=source, attention_mask=source != PAD,
             decoder_input_ids=target, decoder_attention_mask=target != PAD, use_cache=False,
         ).logits.numpy()  # fmt: skip
