@@ -10,37 +10,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Literal
 
+from transformer_jax.config_checks import require, require_float32, require_fraction, require_positive
 from transformer_jax.config_fields import build, check_types
 from transformer_jax.errors import UserError
-
-# Nothing that is counted here comes near it: a larger number is a slip, and would end in a message about memory.
-_LARGEST = 2**26
-# Beyond these, float32 has only 0 and infinity.
-_TINY, _HUGE = 1e-30, 1e30
-
-
-def _require(condition: bool, name: str, value: object, wanted: str) -> None:
-    if not condition:
-        raise UserError(f"{name} is {value!r}, but must be {wanted}")
-
-
-def _require_positive(prefix: str, config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        _require(value is None or 1 <= value <= _LARGEST, f"{prefix}.{name}", value, f"from 1 to {_LARGEST}")
-
-
-def _require_float32(prefix: str, config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        wanted = f"from {_TINY} to {_HUGE}, above 0 in float32"
-        _require(value is None or _TINY <= value <= _HUGE, f"{prefix}.{name}", value, wanted)
-
-
-def _require_fraction(prefix: str, config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        _require(0.0 <= value < 1.0, f"{prefix}.{name}", value, "at least 0 and below 1")
 
 
 @dataclass(frozen=True)
@@ -87,28 +59,37 @@ class ModelConfig:
     """Compute dtype. Parameters, softmax, norm statistics, loss and optimizer stay float32."""
     scan_layers: bool = True
     """Roll each stack into one scanned layer (compile time does not grow with N); False unrolls it."""
+    attention_impl: Literal["einsum", "fused"] = "einsum"
+    """einsum: three products and a softmax, as section 3.2 writes them. fused: jax.nn.dot_product_attention, one kernel
+    where the backend has one (cuDNN on GPU); it needs d_k = d_v and attention_dropout 0."""
     remat: Literal["none", "dots", "full"] = "none"
     """What the backward pass recomputes per layer: nothing, all but matrix products, everything."""
 
     def __post_init__(self) -> None:
         check_types(self, "model.")
-        _require_positive(
+        require_positive(
             "model", self, "vocab_size", "encoder_layers", "decoder_layers", "d_model", "d_ff", "num_heads", "d_k",
             "d_v", "max_positions",
         )  # fmt: skip
-        _require_fraction("model", self, "dropout", "attention_dropout", "relu_dropout")
-        _require_float32("model", self, "norm_epsilon")
-        _require(
+        require_fraction("model", self, "dropout", "attention_dropout", "relu_dropout")
+        require_float32("model", self, "norm_epsilon")
+        require(
             self.positions == "learned" or self.d_model % 2 == 0,
             "model.d_model",
             self.d_model,
             "even for sinusoidal positions (one sine and one cosine for each frequency)",
         )
-        _require(
+        require(
             self.d_model % self.num_heads == 0 or (self.d_k is not None and self.d_v is not None),
             "model.d_model",
             self.d_model,
             f"divisible by num_heads {self.num_heads}, unless d_k and d_v are both given",
+        )
+        require(
+            self.attention_impl == "einsum" or (self.key_size == self.value_size and not self.attention_dropout),
+            "model.attention_impl",
+            self.attention_impl,
+            "einsum where d_k is not d_v or attention_dropout is not 0",
         )
 
     @property
@@ -151,19 +132,30 @@ class OptimizerConfig:
     """Updates of linear warm-up; the peak is reached at this update. The first update is step 1, its rate is not 0."""
     decay: Literal["inverse_sqrt", "linear"] = "inverse_sqrt"
     """After the peak: with step^-0.5 (the paper), or linearly to 0 at train.steps."""
+    clip_norm: float | None = None
+    """Gradients with a larger global norm are scaled down to it. None (the paper): they are taken as they are."""
+    ema_decay: float | None = None
+    """Decay of an exponential moving average of the parameters, which is then what is validated, scored and
+    translated with. None (the paper): there is none, checkpoints are averaged instead."""
 
     def __post_init__(self) -> None:
         check_types(self, "optimizer.")
-        _require_fraction("optimizer", self, "beta1", "beta2")
-        _require_float32("optimizer", self, "epsilon", "learning_rate", "learning_rate_factor")
-        _require(
+        require_fraction("optimizer", self, "beta1", "beta2")
+        require_float32("optimizer", self, "epsilon", "learning_rate", "learning_rate_factor", "clip_norm")
+        require(
+            self.ema_decay is None or 0.0 < self.ema_decay < 1.0,
+            "optimizer.ema_decay",
+            self.ema_decay,
+            "above 0 and below 1",
+        )
+        require(
             self.learning_rate is None or self.learning_rate > 0,
             "optimizer.learning_rate",
             self.learning_rate,
             "above 0",
         )
-        _require(self.learning_rate_factor > 0, "optimizer.learning_rate_factor", self.learning_rate_factor, "above 0")
-        _require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "at least 0")
+        require(self.learning_rate_factor > 0, "optimizer.learning_rate_factor", self.learning_rate_factor, "above 0")
+        require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "at least 0")
 
 
 @dataclass(frozen=True)
@@ -211,16 +203,16 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "data.")
-        _require_positive("data", self, "vocab_size", "batch_tokens", "row_length")
-        _require(self.max_length >= 2, "data.max_length", self.max_length, "at least 2")
-        _require(
+        require_positive("data", self, "vocab_size", "batch_tokens", "row_length")
+        require(self.max_length >= 2, "data.max_length", self.max_length, "at least 2")
+        require(
             self.row_length is None or self.row_length >= self.max_length,
             "data.row_length",
             self.row_length,
             f"at least data.max_length ({self.max_length}), or the longest pair fits no row",
         )
         width = self.row_length if self.packing and self.row_length else self.max_length
-        _require(
+        require(
             self.batch_tokens >= width,
             "data.batch_tokens",
             self.batch_tokens,
@@ -247,12 +239,12 @@ class SearchConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "search.")
-        _require_positive("search", self, "beam_size", "n_best", "batch_tokens")
-        _require(self.max_source_length >= 2, "search.max_source_length", self.max_source_length, "at least 2")
-        _require(0 <= self.length_penalty <= 10, "search.length_penalty", self.length_penalty, "from 0 to 10")
-        _require(self.beam_size <= 1024, "search.beam_size", self.beam_size, "at most 1024")
-        _require(self.max_extra_length >= 1, "search.max_extra_length", self.max_extra_length, "at least 1")
-        _require(
+        require_positive("search", self, "beam_size", "n_best", "batch_tokens")
+        require(self.max_source_length >= 2, "search.max_source_length", self.max_source_length, "at least 2")
+        require(0 <= self.length_penalty <= 10, "search.length_penalty", self.length_penalty, "from 0 to 10")
+        require(self.beam_size <= 1024, "search.beam_size", self.beam_size, "at most 1024")
+        require(self.max_extra_length >= 1, "search.max_extra_length", self.max_extra_length, "at least 1")
+        require(
             self.n_best <= self.beam_size,
             "search.n_best",
             self.n_best,
@@ -265,11 +257,19 @@ class MeshConfig:
     """Devices by axis; -1 takes all that are left."""
 
     data: int = -1
-    """Devices that share out a batch's rows."""
+    """Devices that share out a batch's rows, each with all parameters."""
+    fsdp: int = 1
+    """Devices that share out a batch's rows and the parameters: each holds a part and gathers the rest when used."""
+    tensor: int = 1
+    """Devices that share out heads, feed-forward width and word pieces within a layer."""
 
     def __post_init__(self) -> None:
         check_types(self, "mesh.")
-        _require(self.data == -1 or self.data >= 1, "mesh.data", self.data, "-1 or at least 1")
+        for name in ("data", "fsdp", "tensor"):
+            value = getattr(self, name)
+            require(value == -1 or 1 <= value <= 2**20, f"mesh.{name}", value, "-1 or at least 1")
+        sizes = (self.data, self.fsdp, self.tensor)
+        require(sizes.count(-1) <= 1, "mesh", sizes, "-1 (all that are left) on one axis at most")
 
 
 @dataclass(frozen=True)
@@ -280,6 +280,8 @@ class TrainConfig:
     """Updates to make in all."""
     seed: int = 0
     """Seeds parameters, dropout and data order; the same seed repeats the run exactly."""
+    accumulate: int = 1
+    """Equal parts in which the rows of a batch are worked through, one after the other: less memory, same update."""
     label_smoothing: float = 0.1
     """eps_ls (section 5.4), shared over all W pieces."""
     evaluate_every: int = 2000
@@ -290,10 +292,14 @@ class TrainConfig:
     """Updates between checkpoints."""
     keep_checkpoints: int = 5
     """Newest checkpoints kept; the one best by BLEU is kept beside them."""
+    keep_every: int | None = None
+    """Updates between checkpoints that stay for good, say for averaging later; a multiple of checkpoint_every."""
     average_checkpoints: int = 5
     """Checkpoints averaged into the model that the run is scored by at its end; 1 takes the last as it is."""
     log_every: int = 10
     """Updates between lines of metrics.jsonl and TensorBoard."""
+    skip_limit: int = 10
+    """Updates whose loss or gradient is not finite are skipped and counted; so many in a row end the run."""
 
     def evaluates_at(self, step: int) -> bool:
         """Whether a validation follows this update; the last has one always."""
@@ -305,17 +311,23 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "train.")
-        _require_positive(
+        require_positive(
             "train", self, "steps", "evaluate_every", "evaluate_sentences", "checkpoint_every", "keep_checkpoints",
-            "average_checkpoints", "log_every",
+            "average_checkpoints", "log_every", "accumulate", "keep_every", "skip_limit",
         )  # fmt: skip
-        _require(0 <= self.seed < 2**31, "train.seed", self.seed, "at least 0 and below 2^31")
-        _require_fraction("train", self, "label_smoothing")
-        _require(
+        require(0 <= self.seed < 2**31, "train.seed", self.seed, "at least 0 and below 2^31")
+        require_fraction("train", self, "label_smoothing")
+        require(
             self.average_checkpoints <= self.keep_checkpoints,
             "train.average_checkpoints",
             self.average_checkpoints,
             f"at most train.keep_checkpoints ({self.keep_checkpoints})",
+        )
+        require(
+            self.keep_every is None or self.keep_every % self.checkpoint_every == 0,
+            "train.keep_every",
+            self.keep_every,
+            f"a multiple of train.checkpoint_every ({self.checkpoint_every})",
         )
 
 
@@ -337,7 +349,7 @@ class Config:
     """The training loop."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.model.positions == "sinusoidal" or self.data.max_length <= self.model.max_positions,
             "data.max_length",
             self.data.max_length,

@@ -23,8 +23,8 @@ _FREE = {
         "test_source", "test_target",
     },
     "train": {
-        "evaluate_every", "evaluate_sentences", "checkpoint_every", "keep_checkpoints", "average_checkpoints",
-        "log_every",
+        "evaluate_every", "evaluate_sentences", "checkpoint_every", "keep_checkpoints", "keep_every",
+        "average_checkpoints", "log_every", "skip_limit", "accumulate",
     },
 }  # fmt: skip
 _FREE_SECTIONS = {"search", "mesh"}
