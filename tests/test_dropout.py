@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from transformer_jax.ops.attention import attend
-from transformer_jax.ops.dropout import dropout, random_words
+from transformer_jax.ops.dropout import dropout, part_of_batch, random_words
 
 KEYS = [jax.random.key(0), jax.random.key(1), jax.random.PRNGKey(2), *jax.random.split(jax.random.key(3), 2)]
 
@@ -104,3 +104,13 @@ def test_attention_dropout_acts_on_the_weights():
     assert np.abs(outs[0] - plain).max() > 0.1
     # The spread of one result is below 1, so that of the mean of 2000 below 0.022.
     assert np.abs(outs.mean(axis=0) - plain).max() < 0.1
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (6, 2, 3, 4)])
+def test_a_part_of_a_batch_has_the_masks_of_its_rows(shape):
+    """G1: row j of part p is row j * parts + p."""
+    whole = np.asarray(random_words(KEYS[0], shape))
+    for part in range(3):
+        with part_of_batch(part, 3):
+            np.testing.assert_array_equal(random_words(KEYS[0], (2, *shape[1:])), whole[part::3])
+    np.testing.assert_array_equal(random_words(KEYS[0], shape), whole)

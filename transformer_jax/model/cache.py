@@ -21,8 +21,8 @@ Params = dict[str, Any]
 class SourceCache(NamedTuple):
     """What does not change while a sentence is decoded: keys and values of the source for each decoder layer."""
 
-    keys: tuple[Float[Array, "B S H K"], ...]
-    values: tuple[Float[Array, "B S H V"], ...]
+    keys: tuple[Float[Array, "B H K S"], ...]
+    values: tuple[Float[Array, "B H V S"], ...]
     mask: Bool[Array, "B 1 1 S"]
 
 
@@ -52,12 +52,12 @@ def encode_source(config: ModelConfig, params: Params, source: Int[Array, "B S"]
 
 def start_cache(config: ModelConfig, batch: int, beams: int, max_length: int) -> DecodeCache:
     """A cache before the first step, for outputs of at most max_length pieces (L)."""
-    shape = (batch, max_length, beams, config.num_heads)
-    layer = LayerCache(
-        jnp.zeros((*shape, config.key_size), config.dtype), jnp.zeros((*shape, config.value_size), config.dtype)
+    keys, values = (
+        jnp.zeros((batch, config.num_heads, size, max_length * beams), config.dtype)
+        for size in (config.key_size, config.value_size)
     )
     ancestry = jnp.zeros((batch, beams, max_length), jnp.int32)
-    return DecodeCache((layer,) * config.decoder_layers, ancestry, jnp.zeros((), jnp.int32))
+    return DecodeCache((LayerCache(keys, values),) * config.decoder_layers, ancestry, jnp.zeros((), jnp.int32))
 
 
 def decode_step(

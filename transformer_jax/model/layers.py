@@ -10,7 +10,7 @@ import jax
 from jaxtyping import Array, Bool, Float
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.ops.attention import attend, merge_heads, project_heads
+from transformer_jax.ops.attention import attend, attend_cached, fused_attend, merge_heads, project_heads
 from transformer_jax.ops.dropout import dropout
 from transformer_jax.ops.feed_forward import feed_forward
 from transformer_jax.ops.norm import layer_norm
@@ -84,10 +84,23 @@ class MultiHeadAttention(nn.Module):
         train: bool,
     ) -> Float[Array, "B T D"]:
         """MultiHead(x, keys, values) for keys and values that are projected already."""
-        rate = self.config.attention_dropout
-        key = self.make_rng("dropout") if train and rate else None
-        heads = attend(self.queries(x), keys, values, mask, dropout_rate=rate, dropout_key=key)
+        if self.config.attention_impl == "fused":
+            heads = fused_attend(self.queries(x), keys, values, mask)
+        else:
+            rate = self.config.attention_dropout
+            key = self.make_rng("dropout") if train and rate else None
+            heads = attend(self.queries(x), keys, values, mask, dropout_rate=rate, dropout_key=key)
         return merge_heads(heads, *self._parameters("o"))
+
+    def attend_cached(
+        self,
+        x: Float[Array, "B T D"],
+        keys: Float[Array, "B H K S"],
+        values: Float[Array, "B H V S"],
+        mask: Bool[Array, "..."],
+    ) -> Float[Array, "B T D"]:
+        """As `attend` without dropout, for keys and values in a cache's order."""
+        return merge_heads(attend_cached(self.queries(x), keys, values, mask), *self._parameters("o"))
 
     def __call__(
         self, x: Float[Array, "B T D"], y: Float[Array, "B S D"], mask: Bool[Array, "..."] | None, *, train: bool

@@ -12,6 +12,7 @@ from transformer_jax.model.layers import FeedForward, LayerNorm, MultiHeadAttent
 from transformer_jax.ops.dropout import dropout
 from transformer_jax.ops.masks import causal_mask, padding_mask, segment_mask
 from transformer_jax.ops.positions import sinusoids
+from transformer_jax.ops.sharding import constrain
 
 
 class EncoderLayer(nn.Module):
@@ -39,8 +40,8 @@ class LayerCache(NamedTuple):
     moved: which beam's keys belong to a hypothesis is said by the mask (see `model.cache`).
     """
 
-    keys: Float[Array, "B L M H K"]
-    values: Float[Array, "B L M H V"]
+    keys: Float[Array, "B H K LM"]
+    values: Float[Array, "B H V LM"]
 
 
 class DecoderLayer(nn.Module):
@@ -68,13 +69,16 @@ class DecoderLayer(nn.Module):
         """One layer over all target positions at once; the second result is what a scan wants."""
         y = self.residual_1.before(x)
         x = self.residual_1.after(x, self.self_attention(y, y, self_mask, train=train), train=train)
-        return self._upper(x, *self.source_keys_values(memory), cross_mask, train=train), None
+        y = self.residual_2.before(x)
+        x = self.residual_2.after(x, self.cross_attention(y, memory, cross_mask, train=train), train=train)
+        y = self.residual_3.before(x)
+        return self.residual_3.after(x, self.feed_forward(y, train=train), train=train), None
 
     def step(
         self,
         x: Float[Array, "B M D"],
-        source_keys: Float[Array, "B S H K"],
-        source_values: Float[Array, "B S H V"],
+        source_keys: Float[Array, "B H K S"],
+        source_values: Float[Array, "B H V S"],
         cross_mask: Bool[Array, "..."],
         cache: LayerCache,
         self_mask: Bool[Array, "B 1 M LM"],
@@ -82,28 +86,27 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Float[Array, "B M D"], LayerCache]:
         """One layer at one target position of M hypotheses, which stand where a full pass has positions."""
         y = self.residual_1.before(x)
-        keys, values = self.self_attention.keys_values(y)
-        keys = jax.lax.dynamic_update_slice_in_dim(cache.keys, keys[:, None], position, axis=1)  # -> [B L M H K]
-        values = jax.lax.dynamic_update_slice_in_dim(cache.values, values[:, None], position, axis=1)
-        out = self.self_attention.attend(y, _flat(keys), _flat(values), self_mask, train=False)
+        keys, values = (_positions_last(new) for new in self.self_attention.keys_values(y))  # -> [B H K M]
+        start = position * x.shape[1]
+        keys = jax.lax.dynamic_update_slice_in_dim(cache.keys, keys, start, axis=3)
+        values = jax.lax.dynamic_update_slice_in_dim(cache.values, values, start, axis=3)
+        out = self.self_attention.attend_cached(y, keys, values, self_mask)
         x = self.residual_1.after(x, out, train=False)
-        return self._upper(x, source_keys, source_values, cross_mask, train=False), LayerCache(keys, values)
+        y = self.residual_2.before(x)
+        out = self.cross_attention.attend_cached(y, source_keys, source_values, cross_mask)
+        x = self.residual_2.after(x, out, train=False)
+        y = self.residual_3.before(x)
+        x = self.residual_3.after(x, self.feed_forward(y, train=False), train=False)
+        return x, LayerCache(keys, values)
 
     def source_keys_values(self, memory: Float[Array, "B S D"]) -> tuple[Array, Array]:
-        """Keys and values of the source, the same at every step."""
-        return self.cross_attention.keys_values(memory)
-
-    def _upper(
-        self, x: Float[Array, "B T D"], keys: Array, values: Array, mask: Bool[Array, "..."], *, train: bool
-    ) -> Float[Array, "B T D"]:
-        y = self.residual_2.before(x)
-        x = self.residual_2.after(x, self.cross_attention.attend(y, keys, values, mask, train=train), train=train)
-        y = self.residual_3.before(x)
-        return self.residual_3.after(x, self.feed_forward(y, train=train), train=train)
+        """Keys [B H K S] and values [B H V S] of the source, the same at every step."""
+        keys, values = self.cross_attention.keys_values(memory)
+        return _positions_last(keys), _positions_last(values)
 
 
-def _flat(x: Float[Array, "B L M H K"]) -> Float[Array, "B LM H K"]:
-    return x.reshape(x.shape[0], -1, *x.shape[3:])
+def _positions_last(x: Float[Array, "B S H K"]) -> Float[Array, "B H K S"]:
+    return x.transpose(0, 2, 3, 1)
 
 
 def _stack(layer: type[nn.Module], config: ModelConfig, layers: int, inputs: int, name: str) -> Any:
@@ -116,7 +119,7 @@ def _stack(layer: type[nn.Module], config: ModelConfig, layers: int, inputs: int
         layer = nn.remat(layer, policy=policy, prevent_cse=not config.scan_layers, static_argnums=(inputs + 2,))
     scanned = nn.scan(
         layer,
-        variable_axes={"params": 0},
+        variable_axes={"params": 0, "intermediates": 0},  # the second is empty unless `apply` is to capture it
         split_rngs={"params": True, "dropout": True},
         in_axes=(nn.broadcast,) * (inputs + 1),
         length=layers,
@@ -236,7 +239,7 @@ class Transformer(nn.Module):
         with jax.named_scope("logits"):
             matrix = self.output_matrix.astype(self.config.dtype)
             logits = jnp.einsum("RD,WD->RW", x.reshape(batch * length, d_model), matrix)
-        return logits.reshape(batch, length, -1)
+        return constrain(logits.reshape(batch, length, -1), "BTW")
 
     def _embed(
         self,
@@ -253,10 +256,14 @@ class Transformer(nn.Module):
             table = jnp.asarray(sinusoids(length, config.d_model, config.sinusoids))
         elif positions is None and length > table.shape[0]:
             raise ValueError(f"{length} positions, but model.max_positions is {table.shape[0]}")
+        else:
+            table = constrain(table, "PD")
         with jax.named_scope("embed"):
-            x = matrix[tokens].astype(jnp.float32) * config.d_model**0.5
+            # Looked up in whole rows: in a matrix that is cut along both axes XLA finds no good way.
+            x = constrain(matrix, "WD")[tokens].astype(jnp.float32) * config.d_model**0.5
             x = x + (table[None, :length] if positions is None else table[positions])
-            x = x.astype(config.dtype)
+            # What follows keeps to that; left to itself XLA cuts the stream along D under `fsdp`.
+            x = constrain(x.astype(config.dtype), "BTD")
         if train and config.dropout:
             x = dropout(x, config.dropout, self.make_rng("dropout"))
         return x

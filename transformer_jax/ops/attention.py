@@ -5,8 +5,10 @@ one dimension.
 
     B batch   T target or query positions   S source or key positions   R rows: positions of all sentences, B * T
     D d_model   H heads   K d_k   V d_v   E all heads, H * K or H * V   F d_ff   W vocabulary (word pieces)
-    N layers   M beams
+    N layers   M beams   P learned positions
 """
+
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +51,11 @@ def attention_weights(
     masked, and their gradients are finite.
     """
     logits = jnp.einsum("BTHK,BSHK->BHTS", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
+    return masked_softmax(logits, mask)
+
+
+def masked_softmax(logits: Float[Array, "B H T S"], mask: Bool[Array, "#B #H #T S"] | None) -> Float[Array, "B H T S"]:
+    """softmax over the keys that the mask shows; zeros, with zero gradients, where it shows none."""
     if mask is None:
         return jax.nn.softmax(logits, axis=-1)
     # The row maximum carries no gradient (it cancels). Where nothing is visible the sum of
@@ -77,3 +84,45 @@ def attend(
             weights = dropout(weights, dropout_rate, dropout_key)
     with jax.named_scope("weighted_values"):
         return jnp.einsum("BHTS,BSHV->BTHV", weights.astype(v.dtype), v)
+
+
+def attend_cached(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B H K S"],
+    v: Float[Array, "B H V S"],
+    mask: Bool[Array, "#B #H #T S"] | None,
+) -> Float[Array, "B T H V"]:
+    """`attend` for keys and values that many steps read: positions last, the order in which the products take them.
+
+    In the order of writing, [B S H K], a CPU copies all of both into this one at every step, a third of its time.
+    """
+    with jax.named_scope("attention_weights"):
+        logits = jnp.einsum("BTHK,BHKS->BHTS", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
+        weights = masked_softmax(logits, mask)
+    with jax.named_scope("weighted_values"):
+        return jnp.einsum("BHTS,BHVS->BTHV", weights.astype(v.dtype), v)
+
+
+def fused_attend(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S H K"],
+    v: Float[Array, "B S H K"],
+    mask: Bool[Array, "#B #H #T S"] | None,
+) -> Float[Array, "B T H K"]:
+    """What `attend` computes, by `jax.nn.dot_product_attention`; d_v is d_k, and there is no dropout.
+
+    On a GPU that is cuDNN's flash attention, which never has the weights [B H T S] in memory, where cuDNN can do it: in
+    bfloat16, with d_k a multiple of 8 up to 128 and T and S even (it differentiates no other lengths under a mask). In
+    all other cases, and on CPU and TPU, it is einsums and a softmax that XLA compiles, as `attend` is: then only the
+    logits differ, which are float32 from the product on.
+    """
+    length, keys, d_k = q.shape[1], k.shape[1], q.shape[-1]
+    cudnn = q.dtype == jnp.bfloat16 and d_k % 8 == 0 and d_k <= 128 and length % 2 == 0 and keys % 2 == 0
+    implementation: Literal["cudnn", "xla"] = "cudnn" if cudnn and jax.default_backend() == "gpu" else "xla"
+    with jax.named_scope("fused_attention"):
+        if mask is None:
+            return jax.nn.dot_product_attention(q, k, v, implementation=implementation)
+        whole = jnp.broadcast_to(mask, (*mask.shape[:2], length, keys))  # cuDNN wants T and S written out
+        heads = jax.nn.dot_product_attention(q, k, v, mask=whole, implementation=implementation)
+        # A row that sees nothing comes out as the mean of all values.
+        return jnp.where(mask.any(axis=-1).swapaxes(1, 2)[..., None], heads, jnp.zeros((), heads.dtype))

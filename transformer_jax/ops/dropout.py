@@ -1,8 +1,30 @@
 """Dropout whose mask is a counter hash: nothing is stored, and the mask does not depend on mesh or backend."""
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Float, Int, UInt32
+
+from transformer_jax.ops.sharding import ROW_AXES
+
+# A part of a batch and the number of parts: masks are made for the whole batch.
+_PART: contextvars.ContextVar[tuple[Int[Array, ""] | int, int]] = contextvars.ContextVar("part", default=(0, 1))
+
+
+@contextlib.contextmanager
+def part_of_batch(part: Int[Array, ""] | int, parts: int) -> Iterator[None]:
+    """While tracing in this context, row j (axis 0) of an array is row `j * parts + part` of a batch.
+
+    A batch that is worked through in parts then has the masks of the whole.
+    """
+    token = _PART.set((part, parts))
+    try:
+        yield
+    finally:
+        _PART.reset(token)
 
 
 def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
@@ -17,6 +39,9 @@ def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
 def random_words(key: Array, shape: tuple[int, ...]) -> UInt32[Array, "..."]:
     """One 32-bit word for each element: a hash of the element's index, keyed twice by the key's two words.
 
+    Under `jax.shard_map` over axes of rows, axis 0 is one device's share of them, and in `part_of_batch` a part: its
+    words are those that the whole array has there.
+
     threefry's price is that of cryptography: a mask of 2M elements takes it 19 to 37 ms on one CPU core, this 1 ms,
     fused into the multiplication that uses it, so that the backward pass computes it anew and stores nothing.
     """
@@ -24,9 +49,23 @@ def random_words(key: Array, shape: tuple[int, ...]) -> UInt32[Array, "..."]:
     index = jnp.zeros(shape, jnp.uint32)
     stride = 1
     for axis in reversed(range(len(shape))):
-        index = index + jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride % 2**32)
+        place = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        if axis == 0:
+            place = _rows(place)
+        index = index + place * jnp.uint32(stride % 2**32)
         stride *= shape[axis]
     return _mix(_mix(index + words[0]) ^ words[-1])
+
+
+def _rows(place: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    """From places on axis 0 to rows of the whole array."""
+    shares = tuple(axis for axis in ROW_AXES if axis in jax.sharding.get_abstract_mesh().manual_axes)
+    if shares:
+        place = place + jax.lax.axis_index(shares).astype(jnp.uint32) * jnp.uint32(place.shape[0])
+    part, parts = _PART.get()
+    if parts > 1:
+        place = place * jnp.uint32(parts) + jnp.asarray(part, jnp.uint32)
+    return place
 
 
 def dropout(x: Float[Array, "..."], rate: float, key: Array) -> Float[Array, "..."]:

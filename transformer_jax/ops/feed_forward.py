@@ -21,5 +21,6 @@ def feed_forward(
     batch, length, d_model = x.shape
     hidden = jax.nn.relu(jnp.einsum("RD,DF->RF", x.reshape(batch * length, d_model), w_1) + b_1)
     if dropout_key is not None:
-        hidden = dropout(hidden, dropout_rate, dropout_key)
+        # Its mask goes by rows of the batch, axis 0.
+        hidden = dropout(hidden.reshape(batch, length, -1), dropout_rate, dropout_key).reshape(batch * length, -1)
     return (jnp.einsum("RF,FD->RD", hidden, w_2) + b_2).reshape(batch, length, d_model)

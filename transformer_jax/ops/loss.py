@@ -53,6 +53,7 @@ def loss_sums(
     Divide by `tokens` last, whatever way a batch was split: parts then add up to the same number. Positions of weight 0
     have no part in any sum and a zero gradient.
     """
-    loss = smoothed_cross_entropy(logits, labels, label_smoothing)
-    nll = smoothed_cross_entropy(jax.lax.stop_gradient(logits), labels, 0.0)
-    return {"loss": (loss * weights).sum(), "nll": (nll * weights).sum(), "tokens": weights.sum()}
+    with jax.named_scope("loss"):
+        loss = smoothed_cross_entropy(logits, labels, label_smoothing)
+        nll = smoothed_cross_entropy(jax.lax.stop_gradient(logits), labels, 0.0)
+        return {"loss": (loss * weights).sum(), "nll": (nll * weights).sum(), "tokens": weights.sum()}
