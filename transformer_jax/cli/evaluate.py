@@ -1,6 +1,5 @@
 """`transformer-jax evaluate RUN [--split test | --source FILE --reference FILE]`."""
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from transformer_jax.errors import UserError
 
 @dataclass(frozen=True)
 class Options:
-    """Translate a test set, every line of it, and score it: BLEU and chrF with sacreBLEU's signatures."""
+    """Translate a test set, every line of it, and score it: the paper's BLEU, sacreBLEU, chrF2, perplexity."""
 
     run: Run
     """The model: a run's folder, an averaged checkpoint or an exported folder."""
@@ -49,27 +48,33 @@ def run(argv: Sequence[str]) -> None:
     if options.source is not None and options.reference is not None:
         own_text = read_pairs(options.source, options.reference)
     from transformer_jax.evaluation.bleu import corpus_scores
-    from transformer_jax.evaluation.report import scores_table
-    from transformer_jax.translation.translator import Translator
+    from transformer_jax.evaluation.forced_decoding import reference_perplexity
+    from transformer_jax.evaluation.report import Evaluation
+    from transformer_jax.translation.translator import Translator, warn_on_stderr
 
     translator = Translator.load(options.run)
     data = translator.config.data
-    sources, references = own_text or _split(data, options.split)
+    name, sources, references = _split(data, options.split) if own_text is None else (options.source, *own_text)
     found = translator.translate(sources, n_best=1, **given(options, "beam_size", "length_penalty", "batch_tokens"))
     hypotheses = [translations[0].text for translations in found]
     if options.output is not None:
         write_lines(options.output, hypotheses)
-    scores = corpus_scores(hypotheses, references, data.target_language)
-    name = f"{options.source}" if own_text else f"{data.train_source or data.corpus}, {options.split}"
-    title = f"{options.run} on {name} ({data.source_language} to {data.target_language})"
-    write_lines(None, [json.dumps(dataclasses.asdict(scores)) if options.json else scores_table(scores, title)])
+    evaluation = Evaluation(
+        system=options.run,
+        test_set=str(name),
+        direction=f"{data.source_language}-{data.target_language}",
+        scores=corpus_scores(hypotheses, references, data.target_language),
+        perplexity=reference_perplexity(translator, list(zip(sources, references, strict=True)), warn_on_stderr),
+    )
+    write_lines(None, [json.dumps(evaluation.to_dict()) if options.json else evaluation.table()])
 
 
-def _split(data: DataConfig, split: Literal["dev", "test"]) -> tuple[list[str], list[str]]:
+def _split(data: DataConfig, split: Literal["dev", "test"]) -> tuple[str, list[str], list[str]]:
+    """Its name, and both sides."""
     from transformer_jax.data.sources import load_splits
 
     text = getattr(load_splits(data), split)
     if text is None:
         raise UserError(f"the run's corpus has no {split} set; give one with --source and --reference")
     pairs = list(text)
-    return [source for source, _ in pairs], [target for _, target in pairs]
+    return text.name, [source for source, _ in pairs], [target for _, target in pairs]
