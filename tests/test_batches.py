@@ -1,6 +1,7 @@
 """The batch plan: which examples lie in which row, and the arrays that come of it."""
 
 import collections
+import dataclasses
 import gzip
 import importlib.resources
 import itertools
@@ -10,8 +11,8 @@ import numpy as np
 import pytest
 
 from transformer_jax.config import DataConfig
-from transformer_jax.data import batches
-from transformer_jax.data.batches import PlannedBatch, Shape, assemble, batches_from, plan_batches
+from transformer_jax.data import batches, packing
+from transformer_jax.data.batches import BatchPlan, PlannedBatch, Shape, assemble, batches_from, plan_batches
 from transformer_jax.errors import UserError
 
 BOS = 2
@@ -29,9 +30,9 @@ def random_lengths(count, seed=0):
     return np.stack([source, target], axis=1)
 
 
-def plan(config=SMALL, lengths=None, seed=0, row_multiple=1):
+def plan(config=SMALL, lengths=None, seed=0):
     lengths = random_lengths(1000) if lengths is None else np.asarray(lengths)
-    return plan_batches(lengths, config, seed=seed, row_multiple=row_multiple, name="corpus")
+    return plan_batches(lengths, config, seed=seed, name="corpus")
 
 
 def same(a, b):
@@ -84,7 +85,7 @@ def test_fewer_pairs_than_rows_make_one_batch(config, count):
 
 def test_pairs_left_over_by_a_pool_come_in_later_batches(monkeypatch):
     """Pools of 50 in place of 16,384: what does not fit waits for the next pool, and none is lost at the end."""
-    monkeypatch.setattr(batches, "POOL", 50)
+    monkeypatch.setattr(packing, "POOL", 50)
     for count in (49, 50, 51, 333):
         it = plan(lengths=random_lengths(count, seed=count))
         assert sorted(order(it.epoch(0))) == it.kept.tolist()
@@ -96,6 +97,64 @@ def test_pairs_that_fill_a_row_alone_are_placed_too():
     planned = it.epoch(0)
     assert sorted(order(planned)) == list(range(21))
     assert len(planned) == 3
+
+
+@pytest.mark.parametrize(("ratio", "kept"), [(None, [0, 1, 2, 3]), (2.0, [0, 1, 3]), (1.5, [0, 3]), (1.0, [0])])
+def test_pairs_of_unequal_sides_are_left_out_and_counted(ratio, kept):
+    """EOS does not count: 2:1, 5:2 and 3:2 words. Each pair is counted once, for its first fault."""
+    lengths = [(5, 5), (3, 2), (3, 6), (4, 3), (1, 90), (2, 90)]
+    it = plan(dataclasses.replace(SMALL, max_length_ratio=ratio), lengths)
+    assert it.kept.tolist() == kept
+    assert it.reasons == (1, 1, 4 - len(kept))
+    assert str(it.reasons) == f"1 blank, 1 too long, {4 - len(kept)} of too unequal length"
+
+
+def test_arrays_of_the_size_of_a_text_are_small():
+    assert plan().kept.dtype == np.int32
+    assert {(b.examples.dtype, b.row_of.dtype.kind) for b in plan().epoch(0)} == {(np.dtype(np.int32), "i")}
+
+
+# Sections
+
+
+@pytest.fixture
+def sections(monkeypatch):
+    """Seven of them, the last one short."""
+    monkeypatch.setattr(batches, "SECTION", 150)
+
+
+@both_ways
+def test_an_epoch_of_sections_has_every_example_once_and_any_place_is_reached_at_once(config, sections, monkeypatch):
+    """C2: from any index on, the batches are those of the whole epoch, and no earlier section is planned for them."""
+    it = plan(config)
+    whole = list(it.batches(2))
+    assert sorted(order([batch for _, batch in whole])) == it.kept.tolist()
+    indices = [index for index, _ in whole]
+    assert indices == sorted(set(indices)) and {index // 150 for index in indices[:-1]} == set(range(7))
+    planned = []
+    section = BatchPlan._section
+    monkeypatch.setattr(BatchPlan, "_section", lambda self, *given: planned.append(given[2]) or section(self, *given))
+    for stop, (index, _) in enumerate(whole, start=1):
+        planned.clear()
+        assert same([batch for _, batch in it.batches(2, index)], [batch for _, batch in whole[stop:]])
+        assert min(planned, default=7) == index // 150
+
+
+@both_ways
+def test_sections_of_an_epoch_are_shuffled_over_the_whole_text(config, sections):
+    it = plan(config)
+    first = order([batch for index, batch in it.batches(0) if index <= 150])
+    assert min(first) < 100 and max(first) > 900
+
+
+def test_the_outlook_is_the_epoch_or_a_sample_of_it(monkeypatch):
+    it = plan()
+    assert it.outlook.exact and it.outlook.batches == len(it.epoch(0)) and same(it.outlook.planned, it.epoch(0))
+    monkeypatch.setattr(batches, "SECTION", 400)
+    sampled = plan()
+    assert not sampled.outlook.exact
+    assert sampled.outlook.batches == pytest.approx(len(sampled.epoch(0)), rel=0.2)
+    assert sampled.fill(sampled.outlook.planned) == pytest.approx(sampled.fill(sampled.epoch(0)), abs=0.1)
 
 
 # Rows and shapes
@@ -153,17 +212,15 @@ def test_widths_by_length_end_at_the_longest_pair():
     assert [shape.target_width for shape in plan(odd, [(50, 5)]).shapes] == [16, 32, 50]
 
 
-@both_ways
-def test_rows_are_a_multiple_of_the_devices(config):
-    """J4: rounded up, so that every device has the same number of rows; no pair is lost."""
-    it = plan(config, row_multiple=6)
-    assert all(shape.rows % 6 == 0 for shape in it.shapes)
-    assert [s.rows for s in it.shapes] == [-(-s.rows // 6) * 6 for s in plan(config).shapes]
-    assert sorted(order(it.epoch(0))) == it.kept.tolist()
-
-
-def test_a_batch_of_more_devices_than_rows_has_a_row_for_each():
-    assert plan(DataConfig(max_length=64, batch_tokens=64), row_multiple=4).shapes[0].rows == 4
+def test_empty_rows_fill_a_batch_up_to_a_multiple_and_count_in_the_fill():
+    """J4: 8 rows on 6 devices are 12; the plan itself, and so the order of the data, knows no devices."""
+    it = plan(lengths=[(64, 64)] * 16)
+    assert it.shapes == (Shape(8, 64, 64),)
+    assert [it.shapes[0].filled_up(multiple) for multiple in (1, 6, 16)] == [
+        Shape(rows, 64, 64) for rows in (8, 12, 16)
+    ]
+    fills = [it.fill(it.epoch(0), row_multiple=multiple) for multiple in (1, 6, 16)]
+    assert fills == pytest.approx([1.0, 8 / 12, 8 / 16])
 
 
 def office_lengths():

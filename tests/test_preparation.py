@@ -21,13 +21,13 @@ def lines(path, *text):
 
 def refused(config, workdir, words):
     with pytest.raises(UserError, match=words):
-        prepare(config, workdir, 1, print)
+        prepare(config, workdir, print)
 
 
 def test_a_run_folder(tmp_path):
     config = run_config(tmp_path / "text")
     said = []
-    prepared = prepare(config, tmp_path / "run", 1, said.append)
+    prepared = prepare(config, tmp_path / "run", said.append)
     stored = Config.from_json((tmp_path / "run" / "config.json").read_text(), "config.json")
     assert stored == prepared.config and stored.model.vocab_size == prepared.tokenizer.size
     assert stored == dataclasses.replace(
@@ -55,7 +55,7 @@ def test_a_small_text_gives_fewer_pieces_and_the_model_has_as_many_rows(kind, tm
     text = write_pairs(tmp_path / "few.tsv", pairs(50))
     config = run_config(tmp_path / "text", data__train_source=text, data__vocab_size=8000, data__tokenizer_type=kind)
     said = []
-    prepared = prepare(config, tmp_path / "run", 1, said.append)
+    prepared = prepare(config, tmp_path / "run", said.append)
     assert 260 < prepared.tokenizer.size < 8000
     assert prepared.config.model.vocab_size == prepared.tokenizer.size
     assert "the text gives no more: data.vocab_size asked for 8,000" in said[1]
@@ -70,7 +70,7 @@ def test_a_given_tokenizer_is_copied_and_its_size_is_the_models(tmp_path):
     words = [sentence for pair in pairs(30, words=["xyz", "zzy"]) for sentence in pair]
     given = Tokenizer.train(words, tmp_path / "given.model", vocab_size=300)
     config = run_config(tmp_path / "text", data__tokenizer=str(tmp_path / "given.model"))
-    prepared = prepare(config, tmp_path / "run", 1, print)
+    prepared = prepare(config, tmp_path / "run", print)
     assert (tmp_path / "run" / "tokenizer.model").read_bytes() == (tmp_path / "given.model").read_bytes()
     assert prepared.config.model.vocab_size == given.size
     refused(run_config(tmp_path / "text", data__tokenizer=str(tmp_path / "none.model")), tmp_path / "new", "none.model")
@@ -79,7 +79,7 @@ def test_a_given_tokenizer_is_copied_and_its_size_is_the_models(tmp_path):
 
 def test_more_rows_than_pieces_are_kept_and_fewer_refused(tmp_path):
     """V1: the embedding may be larger than the tokenizer, as the paper's 37,000 in 40,960."""
-    prepared = prepare(run_config(tmp_path / "text", model__vocab_size=320), tmp_path / "run", 1, print)
+    prepared = prepare(run_config(tmp_path / "text", model__vocab_size=320), tmp_path / "run", print)
     assert prepared.config.model.vocab_size == 320
     refused(run_config(tmp_path / "text", model__vocab_size=100), tmp_path / "new", "model.vocab_size is 100, but")
     assert not (tmp_path / "new" / "config.json").exists()
@@ -91,7 +91,7 @@ def test_dev_pairs_wider_than_any_training_pair_are_part_of_the_loss(tmp_path):
     dev = write_pairs(tmp_path / "dev.tsv", rows)
     for packing in (True, False):
         config = run_config(tmp_path / "text", data__dev_source=dev, data__max_length=32, data__packing=packing)
-        prepared = prepare(config, tmp_path / str(packing), 1, print)
+        prepared = prepare(config, tmp_path / str(packing), print)
         assert (prepared.dev.lengths[:2].max(axis=0) > prepared.train.lengths.max(axis=0)).all()
         taken = np.concatenate([batch.examples for batch in prepared.dev_plan.epoch(-1)])
         assert sorted(taken.tolist()) == [0, 1] and prepared.dev_plan.dropped == 1
@@ -104,10 +104,10 @@ def test_a_text_without_a_usable_pair_is_refused(tmp_path):
 
 def test_what_a_command_left_that_failed_before_its_first_checkpoint_binds_nobody(tmp_path):
     """Out of memory at the first update: the next command has a smaller batch and learns other pieces."""
-    first = prepare(run_config(tmp_path / "text", data__vocab_size=290), tmp_path / "run", 1, print)
+    first = prepare(run_config(tmp_path / "text", data__vocab_size=290), tmp_path / "run", print)
     (tmp_path / "run" / "checkpoints").mkdir()
     changed = run_config(tmp_path / "text", data__vocab_size=280, data__batch_tokens=32, model__d_ff=8)
-    second = prepare(changed, tmp_path / "run", 1, print)
+    second = prepare(changed, tmp_path / "run", print)
     assert (first.tokenizer.size, second.tokenizer.size) == (290, 280)
     assert json.loads((tmp_path / "run" / "config.json").read_text())["model"]["d_ff"] == 8
 
@@ -142,6 +142,6 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
 def test_tokenized_text_may_lie_elsewhere(tmp_path):
     config = run_config(tmp_path / "text", data__cache_dir=str(tmp_path / "cache"))
-    prepared = prepare(config, tmp_path / "run", 1, print)
+    prepared = prepare(config, tmp_path / "run", print)
     assert prepared.train.folder.parent == tmp_path / "cache" and not (tmp_path / "run" / "data").exists()
     assert isinstance(prepared.train.folder, pathlib.Path)

@@ -3,11 +3,13 @@
 import dataclasses
 import gzip
 import os
+import time
 import zipfile
 
 import pytest
 
 from transformer_jax.config import DataConfig
+from transformer_jax.data import readings
 from transformer_jax.data.parallel_text import TsvFile, TwoFiles, hold_out
 from transformer_jax.data.sources import load_splits
 from transformer_jax.errors import UserError
@@ -159,6 +161,112 @@ def test_file_arguments_that_make_no_sense_are_refused(tmp_path):
             load_splits(DataConfig(**fields))
 
 
+def test_several_files_are_one_text(tmp_path):
+    """The paper's text is several corpora: by name, in the order given, or by a pattern, in the order of names."""
+    one, two = two_files(tmp_path, 3, "b"), two_files(tmp_path, 2, "a")
+    dev = {"dev_source": one[0], "dev_target": one[1]}
+    named = load_splits(own(f"{one[0]},{two[0]}", f"{one[1]}, {two[1]}", **dev)).train
+    assert list(named) == [*TwoFiles(*one), *TwoFiles(*two)]
+    assert named.check() == 5 and named.name == f"{one[0]} and {one[1]} and 1 more"
+    matched = load_splits(own(f"{tmp_path}/?.en", f"{tmp_path}/*.de", **dev)).train
+    assert list(matched) == [*TwoFiles(*two), *TwoFiles(*one)]
+    assert len({named.digest(), matched.digest(), TwoFiles(*one).digest()}) == 3
+    for name in ("c", "d"):
+        write_lines(tmp_path / f"{name}.tsv", [f"{name}\t{name}"])
+    assert list(load_splits(own(f"{tmp_path}/*.tsv", **dev)).train) == [("c", "c"), ("d", "d")]
+
+
+def test_several_files_that_make_no_text_are_refused(tmp_path):
+    """T13: counts are compared file by file, so that one line too many in the first is not made good by the second."""
+    one, two = two_files(tmp_path, 3, "a"), two_files(tmp_path, 2, "b")
+    for fields, message in [
+        ((f"{one[0]},{two[0]}", one[1]), r"data\.train_source names 2 files but data\.train_target 1"),
+        ((f"{one[0]},{two[0]}", f"{two[1]},{one[1]}"), r"a\.en has 3 lines but .*b\.de has 2"),
+        ((f"{tmp_path}/*.xx", one[1]), r"the pattern .*xx, which matches no file"),
+        ((f"{one[0]},nowhere", f"{one[1]},{two[1]}"), r"data\.train_source is nowhere, which does not exist"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            load_splits(own(*fields, dev_source=one[0], dev_target=one[1]))
+
+
+def test_a_file_may_have_a_comma_or_a_star_in_its_name(tmp_path):
+    source, target = two_files(tmp_path, 60, "a,b*")
+    assert load_splits(own(source, target, dev_source=source, dev_target=target)).train == TwoFiles(source, target)
+
+
+def test_a_sample_of_the_sentences_is_spread_over_the_text(tmp_path):
+    text = TwoFiles(*two_files(tmp_path, 10))
+    assert list(text.sentences(7)) == [f"{side} {i}" for i in (0, 4, 8) for side in ("source", "target")]
+    assert list(text.sentences(20)) == list(text.sentences())
+
+
+# What is known of files
+
+
+def age(*paths):
+    """Ten seconds old by the clock of modification; the change time cannot be set."""
+    for path in paths:
+        os.utime(path, ns=(time.time_ns() - 10**10,) * 2)
+
+
+def counting(monkeypatch):
+    """The files that were digested."""
+    read = []
+    digest = readings._file_digest
+    monkeypatch.setattr(readings, "_file_digest", lambda path: read.append(path) or digest(path))
+    return read
+
+
+def test_files_are_read_once_and_again_when_they_have_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr(readings, "_YOUNG", -1000.0)
+    read = counting(monkeypatch)
+    source, target = two_files(tmp_path, 60)
+    facts = tmp_path / "cache" / "files.json"
+
+    def digests():
+        known = readings.Readings(facts)
+        splits = load_splits(own(source, target), known)
+        found = (splits.train.digest(), splits.dev.digest(), splits.train.check())
+        known.save()
+        return found
+
+    first = digests()
+    assert sorted(read) == sorted([source, target])
+    read.clear()
+    monkeypatch.setattr("transformer_jax.data.parallel_text.read_lines", lambda path: pytest.fail("read again"))
+    assert readings.Readings(facts).digest(source) == readings.Readings().digest(source)
+    read.clear()
+    known = readings.Readings(facts)
+    assert TwoFiles(source, target, known).check() == 60 and read == []
+    monkeypatch.undo()
+    monkeypatch.setattr(readings, "_YOUNG", -1000.0)
+    assert digests() == first
+    with open(source, "r+b") as file:  # the same size, and the old modification time put back
+        times = os.stat(source)
+        file.write(b"S")
+    os.utime(source, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert digests()[0] != first[0]
+
+
+def test_a_file_that_was_just_written_is_not_believed(tmp_path):
+    """Two writes within one tick of the file system's clock cannot be told apart later."""
+    path = write_lines(tmp_path / "a", ["one"])
+    known = readings.Readings()
+    age(path)
+    before = known.digest(path)
+    with open(path, "r+b") as file:
+        file.write(b"two")
+    assert known.digest(path) != before
+    assert known._found == {}
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"a": 1}'])
+def test_damaged_findings_count_as_none(tmp_path, content):
+    (tmp_path / "files.json").write_text(content)
+    path = write_lines(tmp_path / "a", ["one"])
+    assert readings.Readings(tmp_path / "files.json").digest(path) == readings.Readings().digest(path)
+
+
 @pytest.mark.parametrize("other", ["de", "fr", "zh"])
 def test_embedded_corpora_in_both_directions(other):
     """Counts are those of the corpora's notice; office_long takes dev and test from office."""
@@ -168,6 +276,10 @@ def test_embedded_corpora_in_both_directions(other):
         back = load_splits(DataConfig(corpus=corpus, source_language=other, target_language="en"))
         assert (there.train.check(), there.dev.check(), there.test.check()) == (count, 500, 1000)
         assert there.notes == ()
+        # As users know them, wherever the package is installed.
+        assert [text.name for text in (there.train, back.test)] == [
+            f"{corpus}.en-{other}.train", f"office.en-{other}.test"
+        ]  # fmt: skip
         for one, two in ((there.train, back.train), (there.dev, back.dev), (there.test, back.test)):
             source, target = next(iter(one))
             assert next(iter(two)) == (target, source)

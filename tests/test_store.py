@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 
+from transformer_jax.data import encoding, workplace
 from transformer_jax.data import store as store_module
 from transformer_jax.data.parallel_text import ParallelText, TwoFiles
 from transformer_jax.data.store import TokenStore, build_store
@@ -42,6 +43,20 @@ class Listed(ParallelText):
         return str(hash(tuple(self.pairs)))
 
 
+class Together(Listed):
+    """Pairs of which no builder knows the digest before all ask for it."""
+
+    def __init__(self, pairs, gate):
+        super().__init__(pairs)
+        self.gate, self.asked = gate, False
+
+    def digest(self):
+        if not self.asked:
+            self.asked = True
+            self.gate.wait(timeout=20)
+        return super().digest()
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     lines = [sentence for pair in PAIRS for sentence in pair]
@@ -58,7 +73,7 @@ def expected(tokenizer, pairs=PAIRS):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(store_module, "_CHUNK_PAIRS", 16)
+    monkeypatch.setattr(encoding, "CHUNK_PAIRS", 16)
 
 
 def test_every_pair_is_at_its_place(tokenizer, tmp_path, small_chunks):
@@ -126,27 +141,81 @@ def test_a_damaged_store_is_rebuilt_with_a_warning(tokenizer, tmp_path, caplog, 
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
 
 
-def test_builders_at_once_do_not_disturb_one_another(tokenizer, tmp_path):
+def test_of_builders_at_once_one_works_and_the_others_wait(tokenizer, tmp_path):
     """All of them get past the look for a finished store before any of them has finished one."""
     gate = threading.Barrier(4)
-    results, errors = [], []
+    results, errors, texts = [], [], [Together(PAIRS, gate) for _ in range(4)]
 
-    def build():
-        text = Listed(PAIRS)
+    def build(text):
         try:
-            store = build_store(text, tokenizer, tmp_path, on_progress=lambda count: gate.wait(timeout=20) and None)
-            results.append(rows(store))
+            results.append(rows(build_store(text, tokenizer, tmp_path)))
         except Exception as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=build) for _ in range(4)]
+    threads = [threading.Thread(target=build, args=(text,)) for text in texts]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert errors == []
     assert results == [expected(tokenizer)] * 4
+    assert sum(text.reads for text in texts) == 1
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_where_nothing_can_be_locked_each_builder_has_a_place_of_its_own(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(workplace, "_locked", lambda folder: None)
+    assert rows(build_store(Listed(PAIRS), tokenizer, tmp_path)) == expected(tokenizer)
+    assert [path.name[:7] for path in tmp_path.iterdir()] == ["tokens-"]
+
+
+def test_several_processes_give_the_same_store(tokenizer, tmp_path, small_chunks, monkeypatch):
+    """More chunks than are encoded in one process, and more than the two processes take at once; in order."""
+    monkeypatch.setattr(encoding, "_SERIAL_CHUNKS", 2)
+    pairs = PAIRS * 7
+    store = build_store(Listed(pairs), tokenizer, tmp_path, processes=2)
+    assert rows(store) == expected(tokenizer, pairs)
+
+
+class Killed(BaseException):
+    """Like a signal, it is nobody's error to handle."""
+
+
+@pytest.mark.parametrize("damage", [None, "short", "garbage"])
+def test_a_killed_build_goes_on_where_it_was(tokenizer, tmp_path, small_chunks, monkeypatch, damage):
+    """After 32 of 60 pairs were committed and 48 done; what was not committed, or is damaged, is done again."""
+    monkeypatch.setattr(store_module, "_COMMIT_SECONDS", -1.0)
+
+    def kill(done):
+        if done == 48:
+            raise Killed
+
+    with pytest.raises(Killed):
+        build_store(Listed(PAIRS), tokenizer, tmp_path, on_progress=kill)
+    (unfinished,) = tmp_path.iterdir()
+    if damage == "short":
+        (unfinished / "target_ids").write_bytes(b"")
+    elif damage == "garbage":
+        (unfinished / "progress.json").write_text("{")
+    progress = []
+    store = build_store(Listed(PAIRS), tokenizer, tmp_path, on_progress=progress.append)
+    assert rows(store) == expected(tokenizer)
+    assert progress == ([48, 60] if damage is None else [16, 32, 48, 60])
+    assert [path.name for path in tmp_path.iterdir()] == [store.folder.name]
+    assert len(list(store.folder.iterdir())) == 5
+
+
+def test_text_that_changes_meanwhile_is_refused(tokenizer, tmp_path):
+    text = Listed(list(PAIRS))
+    with pytest.raises(UserError, match="listed changed while it was tokenized"):
+        build_store(text, tokenizer, tmp_path, on_progress=lambda done: text.pairs.append(("new", "neu")))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lengths_are_computed_in_blocks(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "_BLOCK", 7)
+    store = build_store(Listed(PAIRS), tokenizer, tmp_path)
+    assert store.lengths.tolist() == [[len(source), len(target)] for source, target in expected(tokenizer)]
 
 
 def test_a_store_without_pairs_opens(tokenizer, tmp_path):

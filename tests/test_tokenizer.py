@@ -64,11 +64,13 @@ def test_same_text_same_bytes_on_every_run(tmp_path, model_type):
     assert Tokenizer.train(LINES[1:], tmp_path / "d", vocab_size=320, model_type=model_type).digest != digests[0]
 
 
-def test_a_sample_is_drawn_the_same_way(tmp_path, monkeypatch):
-    monkeypatch.setattr("transformer_jax.data.tokenizer._MAX_SENTENCES", 120)
+def test_a_sample_is_drawn_the_same_way(tmp_path):
     lines = [f"{i * 7919 % 1000} word{i}" for i in range(1000)]
-    first, second = (Tokenizer.train(lines, tmp_path / name, vocab_size=350) for name in ("a", "b"))
-    assert first.digest == second.digest
+    first, second, all_lines = (
+        Tokenizer.train(lines, tmp_path / name, vocab_size=350, max_sentences=count)
+        for name, count in (("a", 120), ("b", 120), ("c", 1000))
+    )
+    assert first.digest == second.digest != all_lines.digest
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])

@@ -4,7 +4,7 @@ Packed (the default): a row of a fixed width holds several whole sentence pairs,
 one static shape serves all of training. By length: a row holds one pair and a batch has one of a few widths.
 """
 
-import itertools
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -12,12 +12,25 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from transformer_jax.config import DataConfig
+from transformer_jax.data.packing import PlannedBatch, Shape, by_length, packed, round_up
 from transformer_jax.errors import UserError
 
-# Examples packed together: fill does not grow beyond this, and rows stay a random mix of the epoch.
-POOL = 16_384
-# Rows opened for a pool, as a share of those it needs: what is left over gives short pairs that fill up gaps.
-TIGHTNESS = 0.95
+__all__ = [
+    "Batch",
+    "BatchPlan",
+    "Dropped",
+    "Examples",
+    "Outlook",
+    "PlannedBatch",
+    "Shape",
+    "assemble",
+    "batches_from",
+    "plan_batches",
+]
+
+# Pairs planned at once: some hundred batches of the paper's size, and a tenth to half a second of work. Each section
+# ends with a batch that is not full, which costs a fifth of a per cent of the fill.
+SECTION = 1 << 18
 
 
 class Batch(NamedTuple):
@@ -47,87 +60,141 @@ class Examples(Protocol):
         ...
 
 
-class Shape(NamedTuple):
-    """Static shape of a batch."""
+class Dropped(NamedTuple):
+    """Pairs left out of every epoch, each counted for the first reason that holds."""
 
-    rows: int
-    source_width: int
-    target_width: int
+    blank: int
+    """A side without text."""
+    too_long: int
+    """A side longer than data.max_length."""
+    unequal: int
+    """Sides further apart in length than data.max_length_ratio."""
+
+    def __str__(self) -> str:
+        return f"{self.blank:,} blank, {self.too_long:,} too long, {self.unequal:,} of too unequal length"
 
 
-class PlannedBatch(NamedTuple):
-    """`examples[i]` lies in row `row_of[i]`; examples of one row stand in the order in which they lie there."""
+class Outlook(NamedTuple):
+    """What an epoch will be."""
 
-    shape: Shape
-    examples: np.ndarray
-    row_of: np.ndarray
+    batches: int
+    planned: list[PlannedBatch]
+    """All its batches, or those of a sample where an epoch has more than SECTION pairs."""
+    exact: bool
+    """Whether `planned` is epoch 0 itself."""
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Batches of any epoch; `epoch(e)` is a pure function of e."""
+    """Batches of any epoch, a pure function of its number and of the place in it.
+
+    An epoch's order is cut into sections of SECTION pairs, which are planned one by one when they are reached: the
+    first batch is there in a fraction of a second whatever the size of the text, and a place in the middle as soon.
+    """
 
     lengths: np.ndarray
     kept: np.ndarray
+    """int32, rising: the examples that are used."""
+    reasons: Dropped
     shapes: tuple[Shape, ...]
     packing: bool
     seed: int
 
     @property
     def dropped(self) -> int:
-        """Pairs left out of every epoch: a side without text, or longer than data.max_length."""
+        """Pairs left out of every epoch."""
         return len(self.lengths) - len(self.kept)
 
     def epoch(self, epoch: int) -> list[PlannedBatch]:
         """All batches of an epoch in order, every kept example in exactly one of them; not shuffled if negative."""
+        return [batch for _, batch in self.batches(epoch)]
+
+    def batches(self, epoch: int, index: int = 0) -> Iterator[tuple[int, PlannedBatch]]:
+        """(index of what follows, batch) from an index on, as `epoch` has them.
+
+        An index is the section's number times SECTION, and the batch's number in the section: 0, 1, 2 ... in an epoch
+        of one section.
+        """
         order = self.kept
-        generator = np.random.default_rng([self.seed, max(epoch, 0)])
         if epoch >= 0:
-            order = generator.permutation(order)
+            order = np.random.default_rng([self.seed, epoch]).permutation(order)
+        first, skipped = divmod(index, SECTION)
+        for section in range(first, -(-len(order) // SECTION)):
+            planned = self._section(order[section * SECTION : (section + 1) * SECTION], epoch, section)
+            for number in range(skipped, len(planned)):
+                yield section * SECTION + number + 1, planned[number]
+            skipped = 0
+
+    def _section(self, order: np.ndarray, epoch: int, section: int) -> list[PlannedBatch]:
+        generator = np.random.default_rng([self.seed, epoch, section + 1]) if epoch >= 0 else None
         if self.packing:
-            batches = _packed(order, self.lengths, self.shapes[0], generator if epoch >= 0 else None)
+            batches = packed(order, self.lengths, self.shapes[0], generator)
         else:
-            batches = _by_length(order, self.lengths, self.shapes)
-        return [batches[i] for i in generator.permutation(len(batches))] if epoch >= 0 else batches
+            batches = by_length(order, self.lengths, self.shapes)
+        return batches if generator is None else [batches[i] for i in generator.permutation(len(batches))]
 
-    def fill(self, batches: Sequence[PlannedBatch]) -> float:
-        """Real pieces / padded pieces, both sides together."""
+    @functools.cached_property
+    def outlook(self) -> Outlook:
+        """What an epoch will be, from one section of it."""
+        every = -(-len(self.kept) // SECTION)
+        planned = self.epoch(0) if every == 1 else self._section(self.kept[::every], 0, 0)
+        return Outlook(len(planned) * len(self.kept) // len(self.kept[::every]), planned, every == 1)
+
+    def fill(self, batches: Sequence[PlannedBatch], row_multiple: int = 1) -> float:
+        """Real pieces / padded pieces, both sides together, where batches are filled up to a multiple of rows."""
         real = sum(int(self.lengths[batch.examples].sum()) for batch in batches)
-        padded = sum(batch.shape.rows * (batch.shape.source_width + batch.shape.target_width) for batch in batches)
-        return real / max(padded, 1)
+        return real / max(sum(batch.shape.filled_up(row_multiple).cells for batch in batches), 1)
 
 
-def plan_batches(lengths: np.ndarray, config: DataConfig, *, seed: int, row_multiple: int = 1, name: str) -> BatchPlan:
-    """A plan for pairs of these lengths ([n 2], EOS counted).
+def plan_batches(lengths: np.ndarray, config: DataConfig, *, seed: int, name: str) -> BatchPlan:
+    """A plan for pairs of these lengths ([n 2], EOS counted), the same whatever devices will share out the rows.
 
-    Rows of a batch are a multiple of `row_multiple`, the devices that share them. Raises UserError when no pair of the
-    text `name` can be used.
+    Raises UserError when no pair of the text `name` can be used.
     """
-    usable = (lengths.min(axis=1) > 1) & (lengths.max(axis=1) <= config.max_length)
-    kept = np.flatnonzero(usable)
+    kept, reasons = _sift(lengths, config)
     if not len(kept):
         raise UserError(
             f"{name}: none of its {len(lengths)} pairs has text on both sides and at most data.max_length="
-            f"{config.max_length} word pieces; raise data.max_length or check the text"
+            f"{config.max_length} word pieces ({reasons}); raise data.max_length or data.max_length_ratio, or check "
+            "the text"
         )
-    longest = lengths[kept].max(axis=0)
+    longest, mean = np.zeros(2, int), np.zeros(2)
+    for start in range(0, len(kept), SECTION):
+        # By side: a reduction over rows of two numbers is three times slower.
+        sides = lengths[kept[start : start + SECTION]].T
+        longest = np.maximum(longest, [side.max() for side in sides])
+        mean += [side.sum() / len(kept) for side in sides]
     if config.packing:
         shapes: tuple[Shape, ...] = (
-            _packed_shape(lengths[kept], longest, config.batch_tokens, config.row_length or config.max_length),
+            _packed_shape(mean, longest, config.batch_tokens, config.row_length or config.max_length),
         )
     else:
         shapes = _bucket_shapes(longest, config.batch_tokens, config.max_length)
-    shapes = tuple(s._replace(rows=-(-s.rows // row_multiple) * row_multiple) for s in shapes)
-    return BatchPlan(lengths, kept, shapes, config.packing, seed)
+    return BatchPlan(lengths, kept, reasons, shapes, config.packing, seed)
 
 
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
+def _sift(lengths: np.ndarray, config: DataConfig) -> tuple[np.ndarray, Dropped]:
+    """The examples that are used, int32, and how many are not, by reason."""
+    kept = np.empty(len(lengths), np.int32)
+    count = 0
+    dropped = np.zeros(3, int)
+    ratio = config.max_length_ratio or config.max_length  # which is none
+    for start in range(0, len(lengths), SECTION):
+        source, target = lengths[start : start + SECTION].T
+        shorter, longer = np.minimum(source, target), np.maximum(source, target)
+        blank = shorter <= 1  # EOS alone
+        too_long = ~blank & (longer > config.max_length)
+        unequal = ~blank & ~too_long & (longer - 1 > ratio * (shorter - 1))
+        dropped += [np.count_nonzero(reason) for reason in (blank, too_long, unequal)]
+        usable = np.flatnonzero(~(blank | too_long | unequal)) + start
+        kept[count : count + len(usable)] = usable
+        count += len(usable)
+    # A copy, so that the rest is given back.
+    return kept[:count].copy(), Dropped(*dropped.tolist())
 
 
-def _packed_shape(lengths: np.ndarray, longest: np.ndarray, batch_tokens: int, width: int) -> Shape:
+def _packed_shape(mean: np.ndarray, longest: np.ndarray, batch_tokens: int, width: int) -> Shape:
     """The side with more pieces gets `width`, the other its share of it: both then fill up together."""
-    mean = lengths.mean(axis=0)
     widths = np.ceil(width * mean / mean.max() / 4).astype(int) * 4
     source, target = (int(min(width, max(widths[side], longest[side]))) for side in (0, 1))
     return Shape(max(batch_tokens // width, 1), source, target)
@@ -135,91 +202,9 @@ def _packed_shape(lengths: np.ndarray, longest: np.ndarray, batch_tokens: int, w
 
 def _bucket_shapes(longest: np.ndarray, batch_tokens: int, max_length: int) -> tuple[Shape, ...]:
     """Widths 16, 32, 64 ... up to the longest pair: compile count grows with the logarithm of length only."""
-    top = min(_round_up(int(longest.max()), 8), max_length)
+    top = min(round_up(int(longest.max()), 8), max_length)
     widths = [16 * 2**i for i in range(32) if 16 * 2**i < top] + [top]
     return tuple(Shape(max(batch_tokens // width, 1), width, width) for width in widths)
-
-
-def _packed(
-    order: np.ndarray, lengths: np.ndarray, shape: Shape, generator: np.random.Generator | None
-) -> list[PlannedBatch]:
-    """Packs pool after pool; what does not fit goes to the head of the next pool, and at the end to rows of its own."""
-    width = np.array([shape.source_width, shape.target_width])
-    rows: list[np.ndarray] = []
-    row_ids: list[np.ndarray] = []
-    opened = 0
-    waiting = order[:0]
-    starts = range(0, len(order), POOL)
-    for start in starts:
-        pool = np.concatenate([waiting, order[start : start + POOL]])
-        while True:
-            examples, row_of, waiting = _pack_pool(pool, lengths, width, shape.rows)
-            rows.append(examples)
-            row_ids.append(row_of + opened)
-            opened += _round_up(int(row_of.max()) + 1, shape.rows) if len(row_of) else 0
-            if start != starts[-1] or not len(waiting):
-                break
-            pool = waiting
-    examples, row_of = np.concatenate(rows), np.concatenate(row_ids)
-    used = np.bincount(row_of) > 0
-    row_of = (np.cumsum(used) - 1)[row_of]
-    if generator is not None:
-        # Rows of a pool lie by length of their longest pair: cut as they are, batches would differ in kind, and
-        # nearly the same pairs would meet in every epoch.
-        row_of = generator.permutation(np.count_nonzero(used))[row_of]
-    return _cut(examples, row_of, shape)
-
-
-def _pack_pool(
-    pool: np.ndarray, lengths: np.ndarray, width: np.ndarray, multiple: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Longest first into the row with most room, a round of one example for each row at a time, all in numpy.
-
-    Returns the examples placed, their rows, and those left over. The number of rows, a multiple of a batch's, is what
-    the pool needs if full to the brim, rounded down: leftovers then wait instead of padding.
-    """
-    size = lengths[pool]
-    need = (size.sum(axis=0) / width).max()
-    count = max(int(need * TIGHTNESS) // multiple, 1) * multiple
-    order = np.argsort(-(size / width).max(axis=1), kind="stable")
-    room = np.tile(width, (count, 1))
-    left: list[np.ndarray] = []
-    placed: list[np.ndarray] = []
-    row_of: list[np.ndarray] = []
-    for start in range(0, len(order), count):
-        chunk = order[start : start + count]
-        roomiest = np.argsort(-(room / width).min(axis=1), kind="stable")[: len(chunk)]
-        fits = (size[chunk] <= room[roomiest]).all(axis=1)
-        room[roomiest[fits]] -= size[chunk[fits]]
-        placed.append(pool[chunk[fits]])
-        row_of.append(roomiest[fits])
-        left.append(chunk[~fits])
-    waiting = np.concatenate(left) if left else order[:0]
-    return np.concatenate(placed), np.concatenate(row_of), pool[np.sort(waiting)]
-
-
-def _cut(examples: np.ndarray, row_of: np.ndarray, shape: Shape) -> list[PlannedBatch]:
-    order = np.argsort(row_of, kind="stable")
-    examples, row_of = examples[order], row_of[order]
-    batches = int(row_of[-1]) // shape.rows + 1
-    bounds = np.searchsorted(row_of, np.arange(batches + 1) * shape.rows)
-    return [
-        PlannedBatch(shape, examples[lo:hi], row_of[lo:hi] - i * shape.rows)
-        for i, (lo, hi) in enumerate(itertools.pairwise(bounds))
-        if hi > lo
-    ]
-
-
-def _by_length(order: np.ndarray, lengths: np.ndarray, shapes: tuple[Shape, ...]) -> list[PlannedBatch]:
-    longest = lengths[order].max(axis=1)
-    bucket = np.searchsorted([shape.target_width for shape in shapes], longest)
-    batches = []
-    for i, shape in enumerate(shapes):
-        members = order[bucket == i]
-        for start in range(0, len(members), shape.rows):
-            examples = members[start : start + shape.rows]
-            batches.append(PlannedBatch(shape, examples, np.arange(len(examples))))
-    return batches
 
 
 def assemble(batch: PlannedBatch, examples: Examples, *, bos_id: int) -> Batch:
@@ -255,9 +240,8 @@ def _lay(
 
 
 def batches_from(plan: BatchPlan, epoch: int, index: int) -> Iterator[tuple[int, int, PlannedBatch]]:
-    """(epoch, index of the next batch, batch) without end, from a position on: what a resumed run needs to know."""
+    """(epoch, index of what follows, batch) without end, from a position on: what a resumed run needs to know."""
     while True:
-        planned = plan.epoch(epoch)
-        for i in range(index, len(planned)):
-            yield epoch, i + 1, planned[i]
+        for following, batch in plan.batches(epoch, index):
+            yield epoch, following, batch
         epoch, index = epoch + 1, 0

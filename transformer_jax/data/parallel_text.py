@@ -2,11 +2,11 @@
 
 import abc
 import hashlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import islice, zip_longest
 
+from transformer_jax.data.readings import Readings
 from transformer_jax.data.text import is_blank, read_lines
 from transformer_jax.errors import UserError
 
@@ -40,9 +40,14 @@ class ParallelText(abc.ABC):
     def digest(self) -> str:
         """A hexadecimal digest that changes with the content (not with the name or the place)."""
 
-    def sentences(self) -> Iterator[str]:
-        """Both sides of every pair, one sentence after the other: what a shared tokenizer learns from."""
-        for pair in self:
+    def sentences(self, limit: int | None = None) -> Iterator[str]:
+        """Both sides of every pair, one sentence after the other: what a shared tokenizer learns from.
+
+        Args:
+            limit: at most so many sentences, those of every k-th pair, always the same. None: all.
+        """
+        every = 1 if limit is None else max(-(-self.check() // max(limit // 2, 1)), 1)
+        for pair in islice(self, 0, None, every):
             yield from pair
 
 
@@ -52,6 +57,7 @@ class TwoFiles(ParallelText):
 
     source: str
     target: str
+    readings: Readings = field(default_factory=Readings, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -74,10 +80,13 @@ class TwoFiles(ParallelText):
 
     def digest(self) -> str:
         """Digest of both files' bytes."""
-        return _digest("two files", _file_digest(self.source), _file_digest(self.target))
+        return _digest("two files", self.readings.digest(self.source), self.readings.digest(self.target))
 
     def _counts(self) -> tuple[int, int]:
-        return sum(1 for _ in read_lines(self.source)), sum(1 for _ in read_lines(self.target))
+        return self._lines(self.source), self._lines(self.target)
+
+    def _lines(self, path: str) -> int:
+        return int(self.readings.of_file("lines", path, lambda: sum(1 for _ in read_lines(path))))
 
     def _unequal(self, sources: int, targets: int) -> UserError:
         return UserError(
@@ -93,6 +102,7 @@ class TsvFile(ParallelText):
     path: str
     swap: bool = False
     """Whether the rows hold the target first."""
+    readings: Readings = field(default_factory=Readings, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -113,11 +123,36 @@ class TsvFile(ParallelText):
 
     def check(self) -> int:
         """Reads every row; see `ParallelText.check`."""
-        return sum(1 for _ in self)
+        return int(self.readings.of_file("rows", self.path, lambda: sum(1 for _ in self)))
 
     def digest(self) -> str:
         """Digest of the file's bytes and of the direction."""
-        return _digest("tsv", _file_digest(self.path), str(self.swap))
+        return _digest("tsv", self.readings.digest(self.path), str(self.swap))
+
+
+@dataclass(frozen=True)
+class Joined(ParallelText):
+    """Several texts, one after the other."""
+
+    texts: tuple[ParallelText, ...]
+
+    @property
+    def name(self) -> str:
+        """The first one's name, and how many follow."""
+        return f"{self.texts[0].name} and {len(self.texts) - 1} more"
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        """All pairs."""
+        for text in self.texts:
+            yield from text
+
+    def check(self) -> int:
+        """All pairs; see `ParallelText.check`."""
+        return sum(text.check() for text in self.texts)
+
+    def digest(self) -> str:
+        """Digest of all, in their order."""
+        return _digest("joined", *(text.digest() for text in self.texts))
 
 
 @dataclass(frozen=True)
@@ -161,7 +196,7 @@ class _Remainder(ParallelText):
         return _digest("remainder", self.text.digest(), self.held_out.digest())
 
 
-def hold_out(text: ParallelText) -> tuple[ParallelText, ParallelText, str]:
+def hold_out(text: ParallelText, readings: Readings | None = None) -> tuple[ParallelText, ParallelText, str]:
     """Splits a text that comes without validation pairs, always in the same way.
 
     About 2 % of the pairs, at least 1 and at most 1000, spread evenly, neither side blank. Pairs that repeat a held-out
@@ -175,12 +210,8 @@ def hold_out(text: ParallelText) -> tuple[ParallelText, ParallelText, str]:
     """
     count = text.check()
     every = max(_HOLD_OUT_EVERY, -(-count // _HOLD_OUT_MOST))
-    pairs = []
-    next_block = 0
-    for index, (source, target) in enumerate(text):
-        if index // every >= next_block and not is_blank(source) and not is_blank(target):
-            pairs.append((source, target))
-            next_block = index // every + 1
+    found = (readings or Readings()).of_content(f"held out of {text.digest()}", lambda: _spread(text, every))
+    pairs = [(source, target) for source, target in found]
     held_out = _HeldOut(text, tuple(pairs))
     remainder = _Remainder(text, held_out, frozenset(source for source, _ in pairs))
     if not pairs or not any(not is_blank(source) and not is_blank(target) for source, target in remainder):
@@ -195,12 +226,15 @@ def hold_out(text: ParallelText) -> tuple[ParallelText, ParallelText, str]:
     return remainder, held_out, note
 
 
-def _file_digest(path: str | os.PathLike[str]) -> str:
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error}); check the path") from error
+def _spread(text: ParallelText, every: int) -> list[tuple[str, str]]:
+    """The first pair with text on both sides of every block of `every` pairs."""
+    pairs = []
+    next_block = 0
+    for index, (source, target) in enumerate(text):
+        if index // every >= next_block and not is_blank(source) and not is_blank(target):
+            pairs.append((source, target))
+            next_block = index // every + 1
+    return pairs
 
 
 def _digest(*parts: str) -> str:

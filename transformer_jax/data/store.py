@@ -4,6 +4,7 @@ A store is a folder of four arrays and a header. Its name is a digest of the tex
 changed text or another tokenizer can never meet old ids, and the same text is tokenized once.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -11,25 +12,30 @@ import operator
 import os
 import pathlib
 import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice
-from typing import Any
+import time
+from collections.abc import Callable
+from itertools import islice
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from transformer_jax.data.encoding import Side, encode_pairs, id_type
 from transformer_jax.data.parallel_text import ParallelText
 from transformer_jax.data.tokenizer import Tokenizer
+from transformer_jax.data.workplace import alone_in, processors
 from transformer_jax.errors import UserError
 
 _log = logging.getLogger(__name__)
 
 _FORMAT = 1  # part of the key: raise it when the files or the text rule change
 _HEADER = "header.json"
+_PROGRESS = "progress.json"
 _SIDES = ("source", "target")
-# Pairs tokenized at a time: some 10 MB, and enough to keep every processor busy.
-_CHUNK_PAIRS = 10_000
+# Seconds of work that a kill may cost; each commit waits for the disk.
+_COMMIT_SECONDS = 5.0
+# Sentences whose lengths are computed at a time, so that nothing else of the text's size is ever in memory.
+_BLOCK = 1 << 20
 
 
 class TokenStore:
@@ -73,8 +79,11 @@ class TokenStore:
     def lengths(self) -> NDArray[np.int32]:
         """[n, 2], pieces of source and target, EOS counted."""
         if self._lengths is None:
-            sides = [np.diff(self.source_offsets), np.diff(self.target_offsets)]
-            self._lengths = np.stack(sides, axis=1).astype(np.int32)
+            self._lengths = np.empty((len(self), 2), np.int32)
+            for side, offsets in enumerate((self.source_offsets, self.target_offsets)):
+                for start in range(0, len(self), _BLOCK):
+                    block = offsets[start : start + _BLOCK + 1]
+                    self._lengths[start : start + _BLOCK, side] = np.diff(block)
         return self._lengths
 
     def source(self, index: int) -> NDArray[Any]:
@@ -95,36 +104,53 @@ def build_store(
     tokenizer: Tokenizer,
     folder: str | os.PathLike[str],
     *,
+    processes: int | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> TokenStore:
     """Tokenizes a text into a sub-folder of `folder`, or opens what an earlier call left there.
 
-    The sub-folder appears whole or not at all, so a killed build leaves nothing that could be mistaken for a store, and
-    processes that build the same text at once do not disturb one another. A damaged store is rebuilt, with a warning.
+    The sub-folder appears whole or not at all, so a killed build leaves nothing that could be mistaken for a store; the
+    next call goes on where it was. A process that finds another at work on the same text waits for it. A damaged store
+    is rebuilt, with a warning.
 
     Args:
         text: the pairs; all are kept.
         tokenizer: gives the ids.
         folder: holds the stores of any number of texts; created when missing.
+        processes: how many tokenize, where there is work for them. None: one for each processor.
         on_progress: called now and then with the number of pairs done so far.
 
     Raises:
-        UserError: what reading the text raises, or the folder cannot be written.
+        UserError: what reading the text raises, the text changed meanwhile, or the folder cannot be written.
     """
     folder = pathlib.Path(folder)
-    final = folder / f"tokens-{_key(text, tokenizer)[:24]}"
-    if final.exists():
-        try:
+    digest = text.digest()
+    key = hashlib.sha256(f"{_FORMAT} {digest} {tokenizer.digest}".encode()).hexdigest()[:24]
+    final = folder / f"tokens-{key}"
+    with contextlib.suppress(UserError):
+        if final.exists():
             return TokenStore(final)
-        except UserError as error:
-            _log.warning("%s; it is rebuilt now", str(error).split(";")[0])
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder, ignore_cleanup_errors=True) as workplace:
-            built = pathlib.Path(workplace, "store")
-            built.mkdir()
-            _write(text, tokenizer, built, on_progress)
-            return _install(built, final)
+        with alone_in(folder / f".unfinished-{key}") as workplace:
+            if final.exists():
+                try:
+                    return TokenStore(final)  # made by the process that was waited for
+                except UserError as error:
+                    _log.warning("%s; it is rebuilt now", str(error).split(";")[0])
+                    shutil.rmtree(final, ignore_errors=True)
+            try:
+                _write(text, tokenizer, workplace, processes or processors(), on_progress)
+                if text.digest() != digest:
+                    raise UserError(f"{text.name} changed while it was tokenized; run the command again")
+            except UserError:  # the text is at fault: what was made of it is of no use
+                shutil.rmtree(workplace, ignore_errors=True)
+                raise
+            try:
+                workplace.rename(final)
+            except OSError:
+                if not final.exists():  # else another process, where nothing can be locked, was first
+                    raise
+            return TokenStore(final)
     except OSError as error:
         raise UserError(
             f"tokenized text cannot be written to {folder} ({error.strerror or error}); "
@@ -132,84 +158,92 @@ def build_store(
         ) from error
 
 
-def _key(text: ParallelText, tokenizer: Tokenizer) -> str:
-    return hashlib.sha256(f"{_FORMAT} {text.digest()} {tokenizer.digest}".encode()).hexdigest()
-
-
 def _write(
-    text: ParallelText, tokenizer: Tokenizer, folder: pathlib.Path, on_progress: Callable[[int], None] | None
+    text: ParallelText,
+    tokenizer: Tokenizer,
+    folder: pathlib.Path,
+    processes: int,
+    on_progress: Callable[[int], None] | None,
 ) -> None:
-    dtype = np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.int32)
-    writers = [_SideWriter(folder, side, dtype) for side in _SIDES]
+    dtype = id_type(tokenizer)
+    begun = _progress(folder, dtype)
+    writers = [_SideWriter(folder, side, dtype, begun["pairs"], begun[f"{side}_tokens"]) for side in _SIDES]
+    committed = time.monotonic()
+
+    def commit(name: str, **facts: object) -> None:
+        for writer in writers:
+            writer.flush()
+        tokens = {f"{side}_tokens": writer.tokens for side, writer in zip(_SIDES, writers, strict=True)}
+        unfinished = folder / f"{name}.new"
+        with unfinished.open("w", encoding="utf-8") as file:
+            json.dump({**facts, "pairs": writers[0].sentences, **tokens}, file, indent=2, ensure_ascii=False)
+            _flush(file)
+        unfinished.replace(folder / name)
+
     try:
-        for chunk in _chunks(text):
-            for writer, sentences in zip(writers, zip(*chunk, strict=True), strict=True):
-                writer.add(tokenizer.encode(sentences))
+        for sides in encode_pairs(islice(text, begun["pairs"], None), tokenizer, processes):
+            for writer, side in zip(writers, sides, strict=True):
+                writer.add(side)
             if on_progress is not None:
                 on_progress(writers[0].sentences)
+            if time.monotonic() - committed > _COMMIT_SECONDS:
+                commit(_PROGRESS)
+                committed = time.monotonic()
+        commit(_HEADER, text=text.name, format=_FORMAT, dtype=dtype.name)
     finally:
         for writer in writers:
             writer.close()
-    header = {
-        "text": text.name,
-        "format": _FORMAT,
-        "pairs": writers[0].sentences,
-        "dtype": dtype.name,
-        "source_tokens": writers[0].tokens,
-        "target_tokens": writers[1].tokens,
-    }
-    with (folder / _HEADER).open("w", encoding="utf-8") as file:
-        json.dump(header, file, indent=2, ensure_ascii=False)
-        _flush(file)
+    (folder / _PROGRESS).unlink(missing_ok=True)
+
+
+def _progress(folder: pathlib.Path, dtype: np.dtype[Any]) -> dict[str, int]:
+    """Pairs and tokens that an earlier call has safely written; all 0 where there is nothing to go on from."""
+    names = ("pairs", *(f"{side}_tokens" for side in _SIDES))
+    try:
+        found = json.loads((folder / _PROGRESS).read_text(encoding="utf-8"))
+        begun = {name: int(found[name]) for name in names}
+        for side in _SIDES:
+            ids, offsets = ((folder / f"{side}_{kind}").stat().st_size for kind in ("ids", "offsets"))
+            if ids < begun[f"{side}_tokens"] * dtype.itemsize or offsets < (begun["pairs"] + 1) * 8:
+                raise ValueError("files are shorter than they were")
+    except (OSError, ValueError, KeyError, TypeError):
+        return dict.fromkeys(names, 0)
+    return begun
 
 
 class _SideWriter:
-    """Appends sentences of one side to its two files."""
+    """Appends sentences of one side to its two files, after what `sentences` and `tokens` say they hold already."""
 
-    def __init__(self, folder: pathlib.Path, side: str, dtype: np.dtype[Any]) -> None:
-        self.sentences = 0
-        self.tokens = 0
-        self._dtype = dtype
-        self._ids = (folder / f"{side}_ids").open("wb")
-        self._offsets = (folder / f"{side}_offsets").open("wb")
-        self._offsets.write(np.zeros(1, np.int64).tobytes())
+    def __init__(self, folder: pathlib.Path, side: str, dtype: np.dtype[Any], sentences: int, tokens: int) -> None:
+        self.sentences = sentences
+        self.tokens = tokens
+        self._ids = _open_at(folder / f"{side}_ids", tokens * dtype.itemsize)
+        self._offsets = _open_at(folder / f"{side}_offsets", (sentences + 1) * 8 if sentences else 0)
+        if not sentences:
+            self._offsets.write(np.zeros(1, np.int64).tobytes())
 
-    def add(self, sentences: Sequence[Sequence[int]]) -> None:
-        lengths = np.fromiter(map(len, sentences), np.int64, len(sentences))
-        offsets = self.tokens + np.cumsum(lengths)
+    def add(self, side: Side) -> None:
+        offsets = self.tokens + np.cumsum(side.lengths)
         self._offsets.write(offsets.tobytes())
-        self._ids.write(np.fromiter(chain.from_iterable(sentences), self._dtype, lengths.sum()).tobytes())
-        self.sentences += len(sentences)
+        self._ids.write(side.ids.tobytes())
+        self.sentences += len(offsets)
         self.tokens = int(offsets[-1])
+
+    def flush(self) -> None:
+        for file in (self._ids, self._offsets):
+            _flush(file)
 
     def close(self) -> None:
         for file in (self._ids, self._offsets):
-            _flush(file)
             file.close()
 
 
-def _install(built: pathlib.Path, final: pathlib.Path) -> TokenStore:
-    """Moves a finished store to its place, unless another process was first with a sound one."""
-    for attempt in range(2):
-        try:
-            built.rename(final)  # fails where `final` is a folder with content
-        except OSError:
-            if attempt == 1:
-                raise
-            try:
-                return TokenStore(final)
-            except UserError:
-                # Damaged, or another process is moving it aside just now; then there is nothing left to move.
-                shutil.rmtree(final, ignore_errors=True)
-        else:
-            return TokenStore(final)
-    raise AssertionError("unreachable: the second attempt returns or raises")
-
-
-def _chunks(text: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    pairs = iter(text)
-    while chunk := list(islice(pairs, _CHUNK_PAIRS)):
-        yield chunk
+def _open_at(path: pathlib.Path, size: int) -> BinaryIO:
+    """The file, cut to `size` bytes and positioned there."""
+    file = path.open("r+b" if path.exists() else "w+b")
+    file.truncate(size)
+    file.seek(size)
+    return file
 
 
 def _map(path: pathlib.Path, dtype: str, count: int) -> NDArray[Any]:

@@ -3,14 +3,21 @@
 import hashlib
 import html
 import importlib.util
+import itertools
 import os
+import pathlib
+import re
+import time
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from transformer_jax.data.parallel_text import ParallelText
+from transformer_jax.data.wmt14 import files_without_segments
 from transformer_jax.errors import UserError
+
+_BLOCK = 4000
 
 
 @dataclass(frozen=True)
@@ -33,12 +40,16 @@ class TfdsSplit(ParallelText):
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         """The pairs in the order of the files, which preparation shuffled once and for all."""
-        for example in self._examples():
-            yield _sentence(example[self.source_language]), _sentence(example[self.target_language])
+        from tensorflow_datasets.proto import tf_example_pb2
+
+        for record in itertools.chain.from_iterable(self._blocks()):
+            features = tf_example_pb2.Example.FromString(record).features.feature
+            source, target = (features[side].bytes_list for side in (self.source_language, self.target_language))
+            yield _sentence(source.value[0]), _sentence(target.value[0])
 
     def check(self) -> int:
         """The number of pairs; a dataset keeps both sides together, so nothing else needs a look."""
-        return len(self._examples())
+        return int(self.builder.info.splits[self.split].num_examples)
 
     def digest(self) -> str:
         """Digest of the dataset's name, version and size, the split and the languages: a version's content is fixed."""
@@ -46,13 +57,20 @@ class TfdsSplit(ParallelText):
         parts = (self.name, info.num_examples, info.num_bytes, self.source_language, self.target_language)
         return hashlib.sha256(repr(parts).encode("utf-8")).hexdigest()
 
-    def _examples(self) -> Sequence[Mapping[str, bytes | str]]:
+    def _blocks(self) -> Iterator[Sequence[bytes]]:
+        """Serialized examples, many at a time: one by one, the reader gives a thousand a second."""
+        import tensorflow_datasets as tfds
+
         try:
-            return cast(Sequence[Mapping[str, bytes | str]], self.builder.as_data_source(split=self.split))
+            examples = self.builder.as_data_source(
+                split=self.split, deserialize_method=tfds.decode.DeserializeMethod.RAW_BYTES
+            )
+            for start in range(0, len(examples), _BLOCK):
+                yield examples.__getitems__(range(start, min(start + _BLOCK, len(examples))))
         except Exception as error:  # anything, from a missing file to a format without random access
             raise UserError(
                 f"{self.name}: cannot be read from {self.builder.data_path} ({_first_line(error)}); "
-                "remove that folder to have it prepared anew"
+                "to have it prepared anew, set data.data_dir to another folder or remove that one"
             ) from error
 
 
@@ -68,7 +86,7 @@ def open_dataset(
         data_dir: the folder of prepared datasets; None is the library's default, `~/tensorflow_datasets`.
 
     Raises:
-        UserError: no such dataset or language, or the download failed.
+        UserError: no such dataset or language, a folder with another version of it, or the download failed.
     """
     import tensorflow_datasets as tfds  # 0.7 s, and only who reads such a dataset pays them
     import tensorflow_datasets.translate  # registers the translation datasets, which are 'not found' otherwise
@@ -83,17 +101,50 @@ def open_dataset(
         ) from error
     _require_languages(name, builder, source_language, target_language)
     if not builder.is_prepared():
-        _let_archives_open_without_tensorflow()
-        try:
-            builder.download_and_prepare(
-                file_format="array_record", download_config=tfds.download.DownloadConfig(try_download_gcs=False)
-            )
-        except Exception as error:  # network, disk, checksums, manual downloads: each has its own type
-            raise UserError(
-                f"data.corpus is 'tfds:{name}', but preparing it in {builder.data_path} failed "
-                f"({_first_line(error)}); check network and disk, or set data.data_dir to a folder that has it"
-            ) from error
+        _refuse_other_version(name, builder)
+        _prepare(name, builder)
     return {split: TfdsSplit(builder, split, source_language, target_language) for split in builder.info.splits}
+
+
+def _refuse_other_version(name: str, builder: Any) -> None:
+    """Gigabytes are not fetched again beside a version that is there and may be what is wanted."""
+    folder = pathlib.Path(builder.data_path).parent
+    others = [path.parent.name for path in sorted(folder.glob("*/dataset_info.json"))]
+    others = [version for version in others if re.fullmatch(r"\d+\.\d+\.\d+", version)]
+    if others:
+        base = name.split(":")[0]
+        raise UserError(
+            f"{folder} holds version {' and '.join(others)} of {base}, not {builder.version}: set data.corpus to "
+            f"'tfds:{base}:{others[-1]}' to use it, or data.data_dir to another folder to have {builder.version} "
+            "prepared there"
+        )
+
+
+def _prepare(name: str, builder: Any) -> None:
+    """Downloads, extracts and converts; files that arrived whole are kept by the library and not fetched again."""
+    import tensorflow_datasets as tfds
+
+    _let_archives_open_without_tensorflow()
+    downloads = pathlib.Path(builder.data_dir_root) / "downloads"
+    begin = time.time()
+    try:
+        builder.download_and_prepare(
+            file_format="array_record", download_config=tfds.download.DownloadConfig(try_download_gcs=False)
+        )
+    except Exception as error:  # network, disk, checksums, manual downloads: each has its own type
+        detail, mend = _first_line(error), "check network and disk, or set data.data_dir to a folder that has it"
+        if partial := [path for path in downloads.glob("**/*.tmp.*/*") if path.stat().st_mtime >= begin - 1]:
+            detail += f"; {' and '.join(path.name for path in partial)} did not arrive whole and sound"
+            mend = (
+                "what did is kept: call again, or fetch it yourself (wget -c goes on with a part) "
+                f"into {downloads / 'manual'}"
+            )
+        elif bad := files_without_segments(builder, downloads / "extracted"):
+            detail = f'{bad[0]} has no line <seg id="1">...</seg>'
+            mend = "remove the folder that it was extracted to, and put a sound archive in its place"
+        raise UserError(
+            f"data.corpus is 'tfds:{name}', but preparing it in {builder.data_path} failed ({detail}); {mend}"
+        ) from error
 
 
 def _require_languages(name: str, builder: Any, source_language: str, target_language: str) -> None:
@@ -107,14 +158,13 @@ def _require_languages(name: str, builder: Any, source_language: str, target_lan
             )
 
 
-def _sentence(value: bytes | str) -> str:
-    text = value.decode("utf-8") if isinstance(value, bytes) else value
-    return html.unescape(text).replace("\n", " ")
+def _sentence(value: bytes) -> str:
+    return html.unescape(value.decode("utf-8")).replace("\n", " ")
 
 
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().split("\n")
-    return lines[0] or type(error).__name__
+    return lines[0].rstrip(":") or type(error).__name__
 
 
 def _let_archives_open_without_tensorflow() -> None:

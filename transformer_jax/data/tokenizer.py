@@ -32,8 +32,6 @@ from transformer_jax.errors import UserError
 PAD_ID, EOS_ID, BOS_ID, UNK_ID = 0, 1, 2, 3
 """Ids of the control pieces, whatever model is loaded: a foreign one's pieces are renumbered."""
 
-# Learning from more sentences takes longer and changes little: two million give every common word piece.
-_MAX_SENTENCES = 2_000_000
 # Part of a model's bytes, and unigram sums in an order that depends on it: fixed, whatever the machine.
 _TRAINING_THREADS = 8
 _SEED = 20170612
@@ -105,6 +103,7 @@ class Tokenizer:
         *,
         vocab_size: int,
         model_type: Literal["bpe", "unigram"] = "bpe",
+        max_sentences: int = 2_000_000,
     ) -> "Tokenizer":
         """Learns word pieces from sentences of both languages and writes the model to `path`, whole or not at all.
 
@@ -112,16 +111,18 @@ class Tokenizer:
         text) are written as bytes, so that no text is unknown.
 
         Args:
-            lines: sentences; of more than two million, an even sample is used.
+            lines: sentences.
             path: the file to write.
             vocab_size: pieces wanted at most; a small corpus gives fewer, see `size`.
             model_type: SentencePiece algorithm.
+            max_sentences: of more sentences a random sample is used, always the same: two million give every common
+                word piece, and more take longer.
 
         Raises:
             UserError: no text, or a vocabulary too small for its characters.
             Exception: whatever iterating over `lines` raises.
         """
-        model = _learn(_Sentences(lines), vocab_size, model_type)
+        model = _learn(_Sentences(lines), vocab_size, model_type, max_sentences)
         tokenizer = cls(model, os.fspath(path))
         tokenizer.save(path)
         return tokenizer
@@ -211,7 +212,7 @@ class _Sentences:
             self.error = error
 
 
-def _learn(sentences: _Sentences, vocab_size: int, model_type: str) -> bytes:
+def _learn(sentences: _Sentences, vocab_size: int, model_type: str, max_sentences: int) -> bytes:
     model = io.BytesIO()
     sentencepiece.set_random_generator_seed(_SEED)  # of the sample
     with tempfile.TemporaryDirectory() as folder:
@@ -230,7 +231,7 @@ def _learn(sentences: _Sentences, vocab_size: int, model_type: str) -> bytes:
                 hard_vocab_limit=False,
                 byte_fallback=True,
                 normalization_rule_tsv=str(rule),
-                input_sentence_size=_MAX_SENTENCES,
+                input_sentence_size=max_sentences,
                 shuffle_input_sentence=True,
                 max_sentence_length=_MAX_SENTENCE_BYTES,
                 num_threads=_TRAINING_THREADS,

@@ -1,0 +1,124 @@
+"""`transformer-jax prepare CONFIG --workdir RUN | --data.cache-dir FOLDER [--SECTION.FIELD VALUE ...]`."""
+
+import contextlib
+import pathlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from transformer_jax.cli.options import ConfigFields, parse_options, split_overrides
+from transformer_jax.config import Config
+from transformer_jax.config_fields import field_types
+from transformer_jax.config_loading import load_config
+from transformer_jax.data.batches import plan_batches
+from transformer_jax.data.readings import Readings
+from transformer_jax.data.sources import ParallelText, load_splits
+from transformer_jax.data.store import build_store
+from transformer_jax.data.tokenizer import Tokenizer
+from transformer_jax.data.vocabulary import learn_vocabulary
+from transformer_jax.errors import UserError
+
+# Seconds between lines of progress where there is no terminal to redraw.
+_QUIET = 15.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """Do all that comes before training: download, clean, learn word pieces, tokenize. Training then starts at once.
+
+    Stopped at any moment, the same command goes on from there: archives that arrived whole, the learned pieces and
+    the text tokenized so far are kept.
+    """
+
+    config: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG")]
+    """A configuration file, with a variant or without: configs/base.py:en-fr."""
+    workdir: str | None = None
+    """Folder of the run that will be trained; what is made goes into its folder `data`. Or give --data.cache-dir, which
+    any number of runs can share."""
+    processes: int | None = None
+    """Processes that tokenize. Without: one for each processor."""
+    settings: ConfigFields = field(default_factory=Config)
+    """For the help page; `load_config` applies these options to what the file gives."""
+
+
+def run(argv: Sequence[str]) -> None:
+    """Parse the options, load the configuration and prepare its text."""
+    rest, overrides = split_overrides(argv)
+    options = parse_options(Options, rest, "prepare", field_types(Config))
+    config = load_config(options.config, overrides)
+    if options.processes is not None and options.processes < 1:
+        raise UserError(f"--processes is {options.processes}, but must be at least 1")
+    if config.data.cache_dir is None and options.workdir is None:
+        raise UserError("--workdir or --data.cache-dir must be given: where the tokenized text goes")
+    prepare(config, options.workdir, options.processes, Console(highlight=False, soft_wrap=True))
+
+
+def prepare(config: Config, workdir: str | None, processes: int | None, console: Console) -> None:
+    """Prepares the training and the dev text of a configuration, and says what came of it."""
+
+    def say(line: str) -> None:
+        console.print(line, markup=False)
+
+    folder = pathlib.Path(config.data.cache_dir) if config.data.cache_dir else pathlib.Path(workdir or "", "data")
+    readings = Readings(folder / "files.json")
+    splits = load_splits(config.data, readings)
+    for note in splits.notes:
+        say(note)
+    count = splits.train.check()
+    say(f"text       {splits.train.name}: {count:,} pairs; dev {splits.dev.name}: {splits.dev.check():,}")
+    readings.save()
+    tokenizer = _tokenizer(config, workdir, folder, splits.train, say)
+    begin = time.monotonic()
+    with _progress(console, count) as on_progress:
+        store = build_store(splits.train, tokenizer, folder, processes=processes, on_progress=on_progress)
+    build_store(splits.dev, tokenizer, folder)
+    pieces = [int(offsets[-1]) for offsets in (store.source_offsets, store.target_offsets)]
+    say(
+        f"tokenized  {len(store):,} pairs, {pieces[0]:,} + {pieces[1]:,} word pieces, "
+        f"{time.monotonic() - begin:,.0f} s, in {store.folder}"
+    )
+    plan = plan_batches(store.lengths, config.data, seed=config.train.seed, name=splits.train.name)
+    say(f"cleaned    {len(plan.kept):,} pairs are left; dropped are {plan.reasons}")
+    outlook = plan.outlook
+    say(
+        f"batches    {'' if outlook.exact else 'about '}{outlook.batches:,} an epoch, "
+        f"fill {plan.fill(outlook.planned):.1%}"
+    )
+    where = f"--data.cache-dir {config.data.cache_dir}" if config.data.cache_dir else f"--workdir {workdir}"
+    say(f"ready      train with the same configuration and {where}")
+
+
+def _tokenizer(
+    config: Config, workdir: str | None, folder: pathlib.Path, text: ParallelText, say: Callable[[str], None]
+) -> Tokenizer:
+    """A run that has begun keeps its own; else the one that is given, or one learned from the text."""
+    if workdir is not None and any(pathlib.Path(workdir, "checkpoints").glob("*")):
+        return Tokenizer.load(pathlib.Path(workdir, "tokenizer.model"))
+    if config.data.tokenizer is not None:
+        return Tokenizer.load(config.data.tokenizer)
+    return learn_vocabulary(text, config.data, folder, say)
+
+
+@contextlib.contextmanager
+def _progress(console: Console, total: int) -> Iterator[Callable[[int], None]]:
+    """What is called with the number of pairs done: a bar on a terminal, else a line now and then."""
+    if console.is_terminal:
+        columns = (TextColumn("tokenizing"), MofNCompleteColumn(), BarColumn(bar_width=20), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("", total=total)
+            yield lambda done: bar.update(task, completed=done)
+        return
+    last = time.monotonic()
+
+    def line(done: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > _QUIET:
+            last = time.monotonic()
+            console.print(f"tokenizing {done:,}/{total:,}", markup=False)
+
+    yield line
