@@ -7,6 +7,7 @@ import pathlib
 import ml_dtypes
 import numpy as np
 import pytest
+from small_checkpoints import flip_value
 
 from transformer_jax.checkpointing.checkpoints import Checkpoints, digest_tree, load_params
 from transformer_jax.cli.main import main
@@ -18,16 +19,20 @@ def fail(message):
     raise AssertionError(message)
 
 
-def make_run(run, weights, keep=1000):
-    """A run's folder with a checkpoint for each step: {step: parameters}; a number is a constant weight."""
+def make_run(run, weights, keep=1000, minutes=None):
+    """A run's folder with a checkpoint for each step: {step: parameters}; a number is a constant weight.
+
+    `minutes` are those trained until each step.
+    """
     run.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "tokenizer.model"):
         (run / name).write_text(name)
     checkpoints = Checkpoints(run / "checkpoints", keep=keep, warn=fail)
     for step, value in weights.items():
+        extra = {"tokenizer": "T", "text": "U"} | ({} if minutes is None else {"seconds": 60.0 * minutes[step]})
         params = value if isinstance(value, dict) else {"layer": {"w": np.full((2, 3), value, np.float32)}}
         state = {"step": step, "params": params, "optimizer_state": {"count": np.int32(step)}}
-        checkpoints.save(step, state, {"tokenizer": "T", "text": "U"}, score=None)
+        checkpoints.save(step, state, extra, score=None)
     checkpoints.close()
     return run
 
@@ -74,11 +79,14 @@ def test_the_mean_of_copies_is_the_copy(dtype, copies, tmp_path):
 def test_many_small_numbers_lose_no_digits(tmp_path, monkeypatch):
     """C8: a sum in bfloat16 would stop at 256, one in float32 at 2^24; the arrays are counted without a disk."""
     value = np.asarray([1.0, 2.0**24 + 2], np.float32)
-    monkeypatch.setattr("transformer_jax.training.averaging.complete_steps", lambda folder: list(range(1000)))
-    monkeypatch.setattr(
-        "transformer_jax.training.averaging.read_step", lambda folder, wanted, params_only: ({}, {"params/w": value})
-    )
-    params, steps = average_checkpoints(tmp_path, 1000, fail)
+    stored = {"params/w": {"shape": [2], "dtype": "float32"}}
+    for name, stand_in in {
+        "read_record": lambda folder: {},
+        "stored_params": lambda folder, record: stored,
+        "read_arrays": lambda folder, stored: iter([("params/w", value)]),
+    }.items():
+        monkeypatch.setattr(f"transformer_jax.training.averaging.{name}", stand_in)
+    params, steps = average_checkpoints(tmp_path, list(range(1000)), fail)
     assert params["w"].tolist() == value.tolist() and len(steps) == 1000
 
 
@@ -90,6 +98,57 @@ def test_the_last_are_those_with_the_greatest_numbers(tmp_path):
     assert average_run(run, 4)[1] == [0, 9, 10, 100]
     assert mean(run).params["layer"]["w"][0, 0] == 3.5
     assert average_run(make_run(tmp_path / "first", {0: 5.0}), 1)[1] == [0]
+
+
+@pytest.mark.parametrize(
+    ("last", "apart", "steps"),
+    [
+        (1, 10.0, [7]),
+        (3, 10.0, [3, 4, 7]),  # 6 is 4 minutes before 7, and 5 is 9
+        (3, 9.0, [3, 5, 7]),
+        (2, 0.5, [6, 7]),
+        (4, 10.0, [1, 3, 4, 7]),  # 2 is 9.9 minutes before 3
+    ],
+)
+def test_the_last_that_lie_so_many_minutes_apart(last, apart, steps, tmp_path):
+    """Section 6.1: checkpoints written at 10-minute intervals, the newest among them; whole minutes are enough."""
+    minutes = {1: 1.0, 2: 10.1, 3: 20.0, 4: 30.0, 5: 36.0, 6: 41.0, 7: 45.0}
+    run = make_run(tmp_path / "run", {step: float(step) for step in minutes}, minutes=minutes)
+    assert average_run(run, last, minutes_apart=apart)[1] == steps
+    assert mean(run).params["layer"]["w"][0, 0] == np.float32(np.mean(steps))
+
+
+def test_minutes_that_leave_too_few_or_are_not_known(tmp_path):
+    run = make_run(tmp_path / "run", {1: 1.0, 2: 2.0}, minutes={1: 0.0, 2: 5.0})
+    with pytest.raises(UserError, match=r"has 1 checkpoints that lie 10 minutes of training apart, fewer than the 2"):
+        average_run(run, 2, minutes_apart=10.0)
+    assert average_run(run, 2, minutes_apart=5.0)[1] == [1, 2]
+    (run / "checkpoints" / "1" / "record" / "record.json").write_bytes(b"{")
+    warnings = []
+    with pytest.raises(UserError, match="has 1 checkpoints"):
+        average_run(run, 2, minutes_apart=5.0, warn=warnings.append)
+    assert len(warnings) == 1 and "checkpoints/1 is left out" in warnings[0]
+    with pytest.raises(UserError, match="does not say how long"):
+        average_run(make_run(tmp_path / "old", {1: 1.0, 2: 2.0}), 2, minutes_apart=1.0)
+
+
+def test_arrays_in_many_groups_and_a_damaged_one_in_the_last(tmp_path, monkeypatch):
+    """A checkpoint whose first arrays are in the sum by the time that a later one proves damaged leaves no trace."""
+    monkeypatch.setattr("transformer_jax.checkpointing.array_files.GROUP_BYTES", 4000)
+    weights = {
+        step: {name: np.full(1000, step + 0.5 + place, np.float32) for place, name in enumerate("abc")}
+        for step in (1, 2, 3)
+    }
+    run = make_run(tmp_path / "run", weights)
+    flip_value(run / "checkpoints" / "2", 4.5)
+    warnings = []
+    assert average_run(run, 3, warn=warnings.append)[1] == [1, 3]
+    assert len(warnings) == 1 and "checkpoints/2 is left out of the mean: params/c" in warnings[0]
+    assert {name: set(array.tolist()) for name, array in mean(run).params.items()} == {
+        "a": {2.5},
+        "b": {3.5},
+        "c": {4.5},
+    }
 
 
 def test_more_than_there_are_is_refused(tmp_path):
@@ -114,7 +173,7 @@ def test_a_damaged_checkpoint_is_left_out_loudly(tmp_path):
     assert average_run(run, 3, warn=warnings.append)[1] == [1, 3]
     assert mean(run).params["layer"]["w"][0, 0] == 3.5
     assert len(warnings) == 1 and "checkpoints/2 is left out of the mean" in warnings[0]
-    with pytest.raises(UserError, match="none of the newest 1 checkpoints"):
+    with pytest.raises(UserError, match="none of the checkpoints 3 in"):
         (run / "checkpoints" / "3" / "record" / "record.json").write_bytes(b"{")
         average_run(run, 1, warn=warnings.append)
 
@@ -151,6 +210,8 @@ def test_the_command(tmp_path, capsys):
     for argv, words in (
         ([str(run)], "has 3 checkpoints, fewer than the 5"),
         ([str(run), "--last", "0"], "--last is 0"),
+        ([str(run), "--minutes-apart", "-1"], "--minutes-apart is -1"),
+        ([str(run), "--last", "2", "--minutes-apart", "10"], "does not say how long"),
         ([str(tmp_path / "none")], "has no checkpoints; name the --workdir of a run"),
     ):
         assert main(["average", *argv]) == 2

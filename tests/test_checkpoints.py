@@ -1,16 +1,8 @@
-"""Checkpoints: what is saved comes back bit for bit, and what is damaged is noticed, named and passed over."""
+"""Checkpoints: what is saved comes back bit for bit, the newest and the best are kept, and another's are refused."""
 
 import json
-import os
-import random
-import resource
 import shutil
-import signal
-import subprocess
-import sys
 import threading
-import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,64 +10,10 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from small_checkpoints import Run, abstract, assert_same, flip_value, make_state, make_tiny_state, numbered
 
 from transformer_jax.checkpointing.checkpoints import Checkpoints, digest_tree, load_params
 from transformer_jax.errors import UserError
-
-
-def make_state(step: int = 0, layers: int = 2, pieces: int = 100) -> dict:
-    keys = jax.random.split(jax.random.key(step), 2)
-    params = {
-        "embedding": jax.random.normal(keys[0], (pieces, 4)),
-        "encoder": {"w_q": jax.random.normal(keys[1], (layers, 4, 4)), "scale": jnp.ones((4,), jnp.bfloat16)},
-    }
-    optimizer = optax.adam(1e-3)
-    return {"params": params, "optimizer_state": optimizer.init(params), "step": jnp.int32(step)}
-
-
-def make_tiny_state(step: int = 0) -> dict:
-    # 1280 bytes: orbax stores values up to 1024 bytes inside its index, which has a checksum of its own.
-    return {"params": {"w": jnp.full((16, 20), step + 0.5)}, "step": jnp.int32(step)}
-
-
-def abstract(tree):
-    return jax.eval_shape(lambda: tree)
-
-
-def assert_same(tree, expected) -> None:
-    assert jax.tree.structure(tree) == jax.tree.structure(expected)
-    assert digest_tree(tree) == digest_tree(expected)
-
-
-class Run:
-    """Checkpoints with the warnings they gave."""
-
-    def __init__(self, folder: Path, keep: int = 3):
-        self.warnings: list[str] = []
-        self.checkpoints = Checkpoints(folder, keep=keep, warn=self.warnings.append)
-
-    def save(self, *steps: int, scores: dict[int, float] | None = None) -> "Run":
-        for step in steps:
-            self.checkpoints.save(step, make_tiny_state(step), {"at": step}, score=(scores or {}).get(step))
-        self.checkpoints.wait()
-        return self
-
-    def restore(self, step: int | None = None):
-        return self.checkpoints.restore(abstract(make_tiny_state()), step)
-
-
-def numbered(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name.isdigit())
-
-
-def data_files(step_folder: Path) -> list[Path]:
-    return sorted(path for path in step_folder.rglob("*") if path.is_file())
-
-
-def flip(path: Path, position: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1 << (position % 8)
-    path.write_bytes(bytes(content))
 
 
 def test_same_bytes_and_same_tree_come_back(tmp_path):
@@ -195,6 +133,35 @@ def test_best_stays_beside_the_newest(tmp_path):
     assert not list(tmp_path.glob("*tmp*"))
 
 
+def scheduled(step):
+    return step % 5 == 0
+
+
+@pytest.mark.parametrize("stops", [[], [7], [7, 8, 22], [29]])
+def test_what_stays_does_not_depend_on_where_a_run_was_stopped(tmp_path, stops):
+    """The newest 2, every 10th, and the best; saves at a stop come and go."""
+    for step in sorted([5, 10, 15, 20, 25, 30, *stops]):
+        run = Run(tmp_path, keep=2, keep_every=10, scheduled=scheduled)
+        run.save(step, scores={15: 3.0, 20: 1.0})
+        assert step in run.checkpoints.steps()
+        run.checkpoints.close()
+    assert run.checkpoints.steps() == [10, 15, 20, 25, 30]
+
+
+def test_a_kill_between_a_save_and_its_rotation_leaves_nothing_behind(tmp_path, monkeypatch):
+    """The next start removes what that rotation would have, once it has read a sound step; not before."""
+    run = Run(tmp_path, keep=1, scheduled=scheduled).save(5, 7)
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "_rotate", lambda self: None)
+        run.save(10, 15)
+    assert run.checkpoints.steps() == [5, 7, 10, 15]
+    flip_value(tmp_path / "15", 15.5)
+    again = Run(tmp_path, keep=1, scheduled=scheduled)
+    assert again.restore(7).step == 7 and again.checkpoints.steps() == [5, 7, 10, 15]
+    assert again.restore().step == 10
+    assert numbered(tmp_path) == ["10"]
+
+
 def test_best_without_any_score_is_the_newest(tmp_path):
     assert Run(tmp_path).save(9, 10).checkpoints.best_step() is None
     assert load_params(tmp_path, "best", warn=pytest.fail).step == 10
@@ -237,118 +204,6 @@ def test_missing_extra_and_retyped_parameters_are_refused(tmp_path):
     with pytest.raises(UserError, match="step is int32"):
         run.checkpoints.restore({"params": state["params"]})
     assert run.restore().step == 1
-
-
-def test_a_flipped_bit_in_any_file_is_noticed_or_harmless(tmp_path):
-    """Every file of a checkpoint in turn, three places each: the older step is used, loudly, or nothing has changed."""
-    Run(tmp_path / "sound").save(5, 10).checkpoints.close()
-    randomness = random.Random(0)
-    noticed = set()
-    for path in data_files(tmp_path / "sound" / "10"):
-        name = path.relative_to(tmp_path / "sound")
-        for position in {randomness.randrange(max(path.stat().st_size, 1)) for _ in range(3)}:
-            folder = tmp_path / "damaged"
-            shutil.copytree(tmp_path / "sound", folder)
-            if path.stat().st_size:
-                flip(folder / name, position)
-            run = Run(folder)
-            restored = run.restore()
-            assert_same(restored.state, make_tiny_state(restored.step))
-            assert restored.extra == {"at": restored.step}
-            assert (restored.step == 5) == (len(run.warnings) == 1 and str(folder / "10") in run.warnings[0])
-            if restored.step == 5:
-                noticed.add(name.parts[1])
-            shutil.rmtree(folder)
-    assert noticed >= {"params", "training", "record"}
-
-
-def flip_value(folder: Path, value: float) -> Path:
-    """Changes one bit of the array that holds `value`, in whichever file that is."""
-    pattern = np.float32(value).tobytes()
-    path = next(path for path in data_files(folder) if pattern in path.read_bytes())
-    flip(path, path.read_bytes().index(pattern))
-    return path
-
-
-def test_a_flipped_bit_in_an_array_names_the_array(tmp_path):
-    Run(tmp_path).save(5, 10)
-    flip_value(tmp_path / "10", 10.5)
-    run = Run(tmp_path)
-    assert run.restore().step == 5
-    assert len(run.warnings) == 1
-    assert "params/w is not as it was written" in run.warnings[0]
-    assert "using step 5" in run.warnings[0]
-
-
-def test_a_truncated_or_missing_file_is_noticed(tmp_path):
-    Run(tmp_path / "sound").save(5, 10).checkpoints.close()
-    for path in data_files(tmp_path / "sound" / "10"):
-        for size in (path.stat().st_size // 2, None):
-            folder = tmp_path / "damaged"
-            shutil.copytree(tmp_path / "sound", folder)
-            victim = folder / path.relative_to(tmp_path / "sound")
-            if size is None:
-                victim.unlink()
-            else:
-                os.truncate(victim, size)
-            restored = Run(folder).restore()
-            assert_same(restored.state, make_tiny_state(restored.step))
-            assert restored.step == 5 or path.name not in ("record.json", "_METADATA")
-            shutil.rmtree(folder)
-
-
-def test_a_folder_that_was_renamed_or_mixed_with_another_is_noticed(tmp_path):
-    Run(tmp_path).save(5, 6).checkpoints.close()
-    shutil.copytree(tmp_path / "5", tmp_path / "7")
-    other = Run(tmp_path / "other").checkpoints
-    other.save(8, {"params": {"v": jnp.ones(2)}, "step": jnp.int32(8)}, score=None)
-    other.close()
-    Run(tmp_path).save(8)
-    shutil.rmtree(tmp_path / "8" / "params")
-    shutil.copytree(tmp_path / "other" / "8" / "params", tmp_path / "8" / "params")
-    run = Run(tmp_path)
-    assert run.restore().step == 6
-    assert "8: its arrays cannot be read" in run.warnings[0]
-    assert "7: it holds step 5" in run.warnings[1]
-
-
-def test_after_a_fall_back_the_same_step_is_saved_again(tmp_path):
-    Run(tmp_path).save(5, 10)
-    flip_value(tmp_path / "10", 10.5)
-    run = Run(tmp_path)
-    run.restore()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["5", "damaged-10"]
-    run.save(10)
-    restored = run.restore()
-    assert restored.step == 10
-    assert_same(restored.state, make_tiny_state(10))
-    assert len(run.warnings) == 1
-
-
-def test_with_no_sound_step_left_training_does_not_start_afresh(tmp_path):
-    Run(tmp_path).save(5, 10)
-    for step in (5, 10):
-        flip_value(tmp_path / str(step), step + 0.5)
-    for _ in range(2):  # the refusal moves nothing, so the next start is refused too
-        with pytest.raises(UserError, match=r"no sound checkpoint .*step 10: params/w .*step 5: params/w"):
-            Run(tmp_path).restore()
-    with pytest.raises(UserError, match="step 10: params/w"):
-        load_params(tmp_path, 10, warn=pytest.fail)
-
-
-def test_translation_passes_over_a_damaged_step_and_changes_nothing_on_disk(tmp_path):
-    Run(tmp_path).save(5, 10, scores={10: 1.0})
-    (tmp_path / "11").mkdir()
-    (tmp_path / "12.orbax-checkpoint-tmp").mkdir()
-    flip_value(tmp_path / "10", 10.5)
-    before = sorted(tmp_path.rglob("*"))
-    for wanted in (None, "best"):
-        warnings: list[str] = []
-        loaded = load_params(tmp_path, wanted, warn=warnings.append)
-        assert loaded.step == 5
-        assert_same(loaded.params, make_tiny_state(5)["params"])
-        assert any("10: params/w" in warning for warning in warnings)
-    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_params_are_loaded_without_the_rest(tmp_path):
@@ -405,75 +260,6 @@ def test_two_runs_in_one_process_save_at_the_same_time(tmp_path):
     for run in runs:
         assert run.restore().step == 3
         run.checkpoints.close()
-
-
-def test_a_full_disk_is_one_sentence_and_the_last_step_is_intact(tmp_path):
-    """A limit on file size makes the system refuse to write, as a full disk does."""
-    run = Run(tmp_path).save(5)
-    big = {"params": {"w": jnp.ones((512, 512))}, "step": jnp.int32(6)}
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
-        run.checkpoints.save(6, big, score=None)
-        with pytest.raises(UserError, match=r"cannot save step 6 to .*step 5 is saved and intact") as error:
-            run.checkpoints.wait()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "\n" not in str(error.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["5"]
-    assert run.restore().step == 5
-    run.checkpoints.save(6, big, score=None)
-    assert run.checkpoints.restore(abstract(big)).step == 6
-
-
-def test_a_folder_that_cannot_be_made_or_written_is_one_sentence(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot use .*file/checkpoints"):
-        Run(tmp_path / "file" / "checkpoints")
-    run = Run(tmp_path / "run").save(5)
-    shutil.move(tmp_path / "run", tmp_path / "moved")
-    (tmp_path / "run").write_text("")
-    run.checkpoints.save(6, make_tiny_state(6), score=None)
-    with pytest.raises(UserError, match="step 6"):
-        run.checkpoints.close()
-
-
-KILLED = """
-import sys, jax.numpy as jnp
-from pathlib import Path
-from transformer_jax.checkpointing.checkpoints import Checkpoints
-checkpoints = Checkpoints(Path(sys.argv[1]), keep=2, warn=print)
-for step in range(10_000):
-    state = {"params": {"w": jnp.full((300, 500), step + 0.5)}, "step": jnp.int32(step)}
-    checkpoints.save(step, state, {"at": step}, score=-float(abs(step - 3)))
-    checkpoints.wait()
-    print(step, flush=True)
-"""
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_run_killed_while_saving_resumes_from_its_last_step(tmp_path, seed):
-    """kill -9 at a random moment: the step announced last is there, or the one after it, and nothing half-written."""
-    command = [sys.executable, "-c", KILLED, str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
-    assert process.stdout is not None
-    for _ in range(3):
-        process.stdout.readline()
-    time.sleep(random.Random(seed).uniform(0.0, 0.4))
-    process.send_signal(signal.SIGKILL)
-    announced = max(int(line) for line in ["2", *process.stdout.read().split()])
-    process.stdout.close()
-    process.wait()
-    like = {"params": {"w": jnp.ones((300, 500))}, "step": jnp.int32(0)}
-    run = Run(tmp_path)
-    restored = run.checkpoints.restore(like)
-    assert restored.step in (announced, announced + 1)
-    assert restored.extra == {"at": restored.step}
-    assert float(restored.state["params"]["w"].min()) == restored.step + 0.5
-    assert int(restored.state["step"]) == restored.step
-    assert all("cut short" in warning for warning in run.warnings)
-    assert sorted(path.name for path in tmp_path.iterdir()) == numbered(tmp_path)
 
 
 def test_a_checkpoint_is_placed_as_the_abstract_tree_says(tmp_path):

@@ -1,59 +1,112 @@
-"""The folders of checkpoints, and the files in each: the only importer of orbax.
+"""Folders of checkpoints, and the record in each: which steps there are, and which are complete.
 
 A step's folder is named by its number and holds
 
     params/               a nested dict of arrays, all that translation needs
     training/             everything else of the state (optimizer, step), absent if there is nothing else
-    record/record.json    step, score, the caller's extra values, and the shape, dtype and SHA-256 of every array
+    record/record.json    step, score, the caller's extra values, the shape, dtype and SHA-256 of every array, and the
+                          bytes of every other file
 
-orbax reads a flipped bit as a number like any other, and a missing part of an array as zeros: hence the digests.
+`array_files` reads and writes the arrays. The record is written last: a step is complete when it has one.
+
+On a local file system a step is written under another name and then renamed, which is one moment: no numbered folder is
+ever incomplete. On an object store (gs://) there are no folders and a rename is a copy of every object, so a step is
+written under its own number there, and the record, one object, makes it complete; it is also the first to be removed.
 """
 
+import contextlib
 import json
+import os
+import pathlib
 import re
-import threading
-from collections.abc import Mapping
-from pathlib import Path
+import shutil
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-import jax
-import numpy as np
+from etils import epath
 
-from transformer_jax.checkpointing.named_arrays import PyTree, entry, find_misfits, json_digest, named_leaves, nest
+from transformer_jax.checkpointing.named_arrays import json_digest
 from transformer_jax.errors import UserError
 
+AnyPath = str | os.PathLike[str]
+
 _STEP = re.compile(r"0|[1-9][0-9]*")
-# orbax numbers the operations of a process: two saves at once, in two threads, take each other's folders for their own.
-_ONE_AT_A_TIME = threading.Lock()
+_LEFTOVER = re.compile(r"[0-9]+\..*tmp.*")
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]+:/")
 
 
 class DamagedError(Exception):
     """A step that cannot be used; the message is the reason, a clause about 'it'."""
 
 
-def numbered_steps(folder: Path) -> list[int]:
+def as_folder(path: AnyPath) -> epath.Path:
+    """A local folder, absolute as orbax wants it, or one at gs://, which must come as text: pathlib merges its slashes.
+
+    Raises:
+        UserError: another kind of remote address; orbax would take it for a local folder of that name.
+    """
+    text = os.fspath(path)
+    if text.startswith("gs://"):
+        return epath.Path(text)
+    if _SCHEME.match(text):
+        raise UserError(f"{text}: runs can be kept in local folders and at gs:// only; choose another place")
+    return epath.Path(os.path.abspath(text))
+
+
+def as_local_folder(path: AnyPath) -> pathlib.Path:
+    """A folder to train in.
+
+    Raises:
+        UserError: a remote one: a run appends to its files and locks its folder, which object stores cannot.
+    """
+    if is_remote(as_folder(path)):
+        raise UserError(
+            f"{os.fspath(path)}: a run is trained in a local or mounted folder, choose one; what is trained may then "
+            "be copied there, and translated and averaged where it lies"
+        )
+    return pathlib.Path(path)
+
+
+def is_remote(folder: epath.Path) -> bool:
+    """Whether it is on an object store."""
+    return str(folder).startswith("gs://")
+
+
+def numbered_steps(folder: epath.Path) -> list[int]:
     """Every folder that is named as a step, whatever it holds, in the order of the numbers."""
     try:
-        return sorted(int(path.name) for path in folder.iterdir() if _STEP.fullmatch(path.name) and path.is_dir())
+        return sorted(int(path.name) for path in _entries(folder) if _STEP.fullmatch(path.name) and path.is_dir())
     except OSError as error:
         raise UserError(f"cannot read the checkpoints in {folder}: {error}; name the folder of a run") from error
 
 
-def complete_steps(folder: Path) -> list[int]:
+def _entries(folder: epath.Path) -> list[epath.Path]:
+    try:
+        return list(folder.iterdir())
+    except FileNotFoundError:
+        if is_remote(folder):  # where a folder is there only once it holds something
+            return []
+        raise
+
+
+def complete_steps(folder: AnyPath) -> list[int]:
     """Steps that have a record and parameters; their content is not read."""
-    return [
-        step
-        for step in numbered_steps(folder)
-        if (folder / str(step) / "params").is_dir() and (folder / str(step) / "record" / "record.json").is_file()
-    ]
+    root = as_folder(folder)
+    return [step for step in numbered_steps(root) if _is_complete(root / str(step))]
 
 
-def best_step(folder: Path) -> int | None:
+def _is_complete(folder: epath.Path) -> bool:
+    return (folder / "record" / "record.json").exists() and (folder / "params").is_dir()
+
+
+def best_step(folder: AnyPath) -> int | None:
     """The step with the highest score, the first of equals; None if no step has a score."""
+    root = as_folder(folder)
     scores: dict[int, float] = {}
-    for step in complete_steps(folder):
+    for step in complete_steps(root):
         try:
-            score = read_record(folder / str(step))["score"]
+            score = read_record(root / str(step))["score"]
         except DamagedError:
             continue
         if score is not None:
@@ -62,7 +115,7 @@ def best_step(folder: Path) -> int | None:
     return max(scores, key=scores.__getitem__, default=None)
 
 
-def candidates(folder: Path, step: int | Literal["best"] | None) -> list[int]:
+def candidates(folder: epath.Path, step: int | Literal["best"] | None) -> list[int]:
     """Steps in the order in which to try them; those that look incomplete are among them, to be named."""
     steps = numbered_steps(folder)
     if step is None or step == "best":
@@ -74,39 +127,20 @@ def candidates(folder: Path, step: int | Literal["best"] | None) -> list[int]:
     return [step]
 
 
-def none_sound(folder: Path, reasons: Mapping[int, str]) -> str:
+def none_sound(folder: epath.Path, reasons: Mapping[int, str]) -> str:
     """The message for a folder where every step that was tried is damaged."""
     listed = ", ".join(f"step {step}: {reason}" for step, reason in reasons.items())
     return f"no sound checkpoint in {folder} ({listed}); choose another step, or remove these to start again"
 
 
-def read_step(
-    folder: Path, wanted: Mapping[str, PyTree] | None, *, params_only: bool = False
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The record and the arrays of one step, both verified; the fit is checked before any array is read."""
-    record = read_record(folder)
-    stored = {name: found for name, found in record["arrays"].items() if not params_only or _item(name) == "params"}
-    misfits = [] if wanted is None else find_misfits(stored, wanted)
-    if misfits:
-        others = f" (and {len(misfits) - 1} more differ)" if len(misfits) > 1 else ""
-        raise UserError(
-            f"checkpoint {folder} is of another configuration: {misfits[0]}{others}; "
-            "use the config.json that it was trained with, or another folder"
-        )
-    arrays = _read_arrays(folder, stored)
-    for name, found in stored.items():
-        if entry(arrays[name]) != found:
-            raise DamagedError(f"{name} is not as it was written")
-    return record, arrays
-
-
-def read_record(folder: Path) -> dict[str, Any]:
+def read_record(folder: AnyPath) -> dict[str, Any]:
     """The verified record of one step; raises DamagedError with the reason if it is not as it was written."""
-    path = folder / "record" / "record.json"
+    place = as_folder(folder)
+    path = place / "record" / "record.json"
     try:
         record = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError) as error:
-        empty = folder.is_dir() and not any(folder.iterdir())
+        empty = place.is_dir() and not any(place.iterdir())
         raise DamagedError("it is an empty folder" if empty else "it has no record/record.json") from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error}; make it readable") from error
@@ -114,70 +148,114 @@ def read_record(folder: Path) -> dict[str, Any]:
         raise DamagedError("record/record.json is not as it was written") from error
     if not isinstance(record, dict) or record.pop("sha256", None) != json_digest(record):
         raise DamagedError("record/record.json is not as it was written")
-    if str(record["step"]) != folder.name:
+    if str(record["step"]) != place.name:
         raise DamagedError(f"it holds step {record['step']}")
     return record
 
 
-def _item(name: str) -> str:
-    return "params" if name.startswith("params/") else "training"
+def write_record(folder: epath.Path, body: Mapping[str, Any]) -> None:
+    """Writes the record of one step, with a digest of its own; nothing may be written to the step after it."""
+    body = {**body, "files": {_relative(path, folder): _size(path) for path in _files(folder)}}
+    (folder / "record").mkdir(parents=True, exist_ok=True)
+    (folder / "record" / "record.json").write_text(json.dumps({"sha256": json_digest(body), **body}))
 
 
-def _items(leaves: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Nested dicts by orbax item."""
-    grouped: dict[str, dict[str, Any]] = {}
-    for name, leaf in leaves.items():
-        grouped.setdefault(_item(name), {})[name.removeprefix("params/")] = leaf
-    return {item: nest(group) for item, group in grouped.items()}
+def require_whole(folder: epath.Path, record: Mapping[str, Any], under: str = "") -> None:
+    """Compares the sizes of a step's files, or of those under one name, with its record.
+
+    Raises:
+        DamagedError: one is absent or of another size.
+    """
+    for name, size in record.get("files", {}).items():
+        if name.startswith(under):
+            try:
+                found = _size(folder / name)
+            except OSError as error:
+                raise DamagedError(f"its file {name} is missing") from error
+            if found != size:
+                raise DamagedError(f"its file {name} has {found} bytes, where {size} were written")
 
 
-def write_step(folder: Path, values: Mapping[str, Any], record: Mapping[str, Any]) -> None:
-    """Writes a step to a folder that must not exist; it appears when it is whole. Every process must call this."""
-    import orbax.checkpoint as ocp
-
-    # Naming the processes makes orbax wait at the coordination service; its default is a collective on the devices,
-    # which must not run in this thread beside training's.
-    processes = set(range(jax.process_count())) if jax.process_count() > 1 else None
-    options = ocp.options.MultiprocessingOptions(active_processes=processes)
-    arguments = {item: ocp.args.PyTreeSave(tree) for item, tree in _items(values).items()}
-    with _ONE_AT_A_TIME, _checkpointer(options) as checkpointer:
-        checkpointer.save(folder, args=ocp.args.Composite(**arguments, record=ocp.args.JsonSave(record)))
+def _files(folder: epath.Path) -> Iterator[epath.Path]:
+    for path in folder.iterdir():
+        if path.is_dir():
+            yield from _files(path)
+        else:
+            yield path
 
 
-def _read_arrays(folder: Path, stored: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    import orbax.checkpoint as ocp
-
-    # Each process reads for itself, whole arrays: they are verified before they are cut up for devices.
-    me = jax.process_index()
-    options = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
-    as_numpy = _items({name: ocp.RestoreArgs(restore_type=np.ndarray) for name in stored})
-    arguments = {item: ocp.args.PyTreeRestore(restore_args=tree) for item, tree in as_numpy.items()}
-    try:
-        with _ONE_AT_A_TIME, _checkpointer(options) as checkpointer:
-            restored = checkpointer.restore(folder, args=ocp.args.Composite(**arguments))
-        arrays = named_leaves({"params": restored["params"], **restored.get("training", {})})
-        return {name: arrays[name] for name in stored}
-    except (MemoryError, PermissionError) as error:
-        raise UserError(f"cannot read checkpoint {folder}: {first_line(error)}") from error
-    except Exception as error:
-        # Whatever a damaged file makes orbax raise: ValueError, KeyError, FileNotFoundError, JSONDecodeError, ...
-        raise DamagedError(f"its arrays cannot be read: {first_line(error)}") from error
+def _relative(path: epath.Path, folder: epath.Path) -> str:
+    return path.relative_to(folder).as_posix()
 
 
-def _checkpointer(options: Any) -> Any:
-    import orbax.checkpoint as ocp
-
-    # Compression is off: float32 weights shrink by a tenth and take a core for seconds.
-    arrays = [ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=options) for _ in range(2)]
-    handler = ocp.CompositeCheckpointHandler(
-        params=arrays[0],
-        training=arrays[1],
-        record=ocp.JsonCheckpointHandler(filename="record.json", multiprocessing_options=options),
-        composite_options=ocp.CompositeOptions(multiprocessing_options=options),
-    )
-    return ocp.Checkpointer(handler, multiprocessing_options=options)
+def _size(path: epath.Path) -> int:
+    # epath's stat looks up the owner's name, which a container's user may lack.
+    return path.stat().length if is_remote(path) else os.path.getsize(path)
 
 
-def first_line(error: Exception) -> str:
-    """An error in one line, for a message."""
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+def staging(folder: epath.Path, step: int, *, make_room: bool) -> epath.Path:
+    """Where a step is written; what is there already is removed by the process that makes room."""
+    place = folder / (str(step) if is_remote(folder) else f"{step}.tmp")
+    if make_room:
+        remove(place)
+    return place
+
+
+def publish(folder: epath.Path, step: int, body: Mapping[str, Any]) -> None:
+    """Makes the step whose arrays are in `staging` complete; one of that number is replaced."""
+    place, target = folder / f"{step}.tmp", folder / str(step)
+    if is_remote(folder):
+        write_record(target, body)
+        return
+    write_record(place, body)
+    replaced = folder / f"{step}.replaced.tmp"
+    if target.exists():
+        target.rename(replaced)
+    place.rename(target)
+    remove(replaced)
+
+
+def remove_step(folder: epath.Path, step: int) -> None:
+    """Removes a step; killed half-way, it leaves none that lacks some of its files and looks complete."""
+    place = folder / str(step)
+    if not is_remote(folder):
+        place = place.rename(folder / f"{step}.old.tmp")
+    remove(place)
+
+
+def remove(place: epath.Path) -> None:
+    """Removes a folder with all that is in it, so far as it is there and can be removed; its record first."""
+    if is_remote(place):
+        (place / "record" / "record.json").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            place.rmtree(missing_ok=True)
+    else:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def remove_unfinished(folder: epath.Path, step: int) -> None:
+    """Removes what a save that failed has written."""
+    if is_remote(folder):
+        if not _is_complete(folder / str(step)):
+            remove(folder / str(step))
+        return
+    # More than once: when one of orbax's writers fails, the others may still be at work for a moment.
+    for _ in range(20):
+        for path in folder.glob(f"{step}.tmp*"):
+            remove(path)
+        time.sleep(0.1)
+        if not any(folder.glob(f"{step}.tmp*")):
+            break
+
+
+def leftovers(folder: epath.Path) -> list[epath.Path]:
+    """What saves that were cut short have left."""
+    if is_remote(folder):
+        return [folder / str(step) for step in numbered_steps(folder) if not _is_complete(folder / str(step))]
+    return [path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name)]
+
+
+def name_aside(folder: epath.Path, step: int, word: str) -> epath.Path:
+    """A name that is free, for a step to be renamed to."""
+    names = (f"{word}-{step}" + (f"-{count}" if count > 1 else "") for count in range(1, 1_000_000))
+    return next(path for name in names if not (path := folder / name).exists())

@@ -1,46 +1,46 @@
 """Checkpoints of a run: written beside training, verified when read, the best kept with the newest.
 
 A run's checkpoint folder holds one folder a step, named by a plain decimal number; `checkpoint_files` says what is
-inside. A step is written under another name and renamed when whole, so a killed save leaves no numbered folder. Steps
-and scores are always read from the disk. orbax's `CheckpointManager` would take an empty folder for the newest step,
-count such folders when it rotates, and skip a save of step 5 without a word when step 10 exists: it is not used.
+inside, and what makes a step complete. Steps and scores are always read from the disk. orbax's `CheckpointManager`
+would take an empty folder for the newest step, count such folders when it rotates, and skip a save of step 5 without a
+word when step 10 exists: it is not used.
 """
 
 import concurrent.futures
 import json
 import math
-import os
-import re
-import shutil
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
+from etils import epath
 
+from transformer_jax.checkpointing.array_files import first_line, stored_arrays, wait_for_processes, write_arrays
 from transformer_jax.checkpointing.checkpoint_files import (
+    AnyPath,
     DamagedError,
+    as_folder,
     best_step,
     candidates,
     complete_steps,
-    first_line,
+    leftovers,
+    name_aside,
     none_sound,
     numbered_steps,
-    read_record,
-    read_step,
-    write_step,
+    publish,
+    remove,
+    remove_step,
+    remove_unfinished,
+    staging,
 )
+from transformer_jax.checkpointing.loading import Restored, load_params, read_extra
 from transformer_jax.checkpointing.named_arrays import (
     PyTree,
     digest_tree,
     entry,
     gathered_entry,
     is_spread,
-    json_digest,
     named_leaves,
-    nest,
     rebuild,
     snapshot,
     to_host,
@@ -49,33 +49,17 @@ from transformer_jax.errors import UserError
 
 __all__ = ["Checkpoints", "Restored", "digest_tree", "load_params", "read_extra"]
 
-_LEFTOVER = re.compile(r"[0-9]+\..*tmp.*")
-
-
-@dataclass(frozen=True)
-class Restored:
-    """A checkpoint, verified and placed; `state` has the keys that were asked for, `params` always among them."""
-
-    step: int
-    state: PyTree
-    extra: dict[str, Any]
-    score: float | None
-
-    @property
-    def params(self) -> PyTree:
-        """The parameters in `state`."""
-        return self.state["params"]
-
 
 class Checkpoints:
-    """The checkpoints of one training run: the newest `keep` steps, and the one with the highest score.
+    """The checkpoints of one training run: the newest `keep`, every `keep_every`-th, and that with the highest score.
 
     Made by the process that trains: it removes what a killed save has left. Use `load_params` to read only. With
     several processes each makes one and each calls every method, with the folder on a file system they share.
 
     Args:
-        folder: made if missing.
+        folder: made if missing; a local folder, or one at gs:// given as text.
         keep: newest steps that stay; the best by score stays beside them.
+        keep_every: steps that are a multiple of this stay for good, say for averaging later; None for none.
         warn: takes one sentence for everything that was skipped, removed or moved; may be called while saving, from
             another thread.
         scheduled: whether a step's checkpoint counts among the newest `keep`; one that does not, saved when a run was
@@ -87,28 +71,29 @@ class Checkpoints:
 
     def __init__(
         self,
-        folder: Path,
+        folder: AnyPath,
         *,
         keep: int,
         warn: Callable[[str], None],
+        keep_every: int | None = None,
         scheduled: Callable[[int], bool] = lambda step: True,
     ) -> None:
-        if keep < 1:
-            raise ValueError(f"keep is {keep}, but must be at least 1")
-        # orbax wants absolute paths.
-        self._folder = Path(folder).absolute()
+        if keep < 1 or (keep_every is not None and keep_every < 1):
+            raise ValueError(f"keep is {keep} and keep_every {keep_every}, but both must be at least 1")
+        self._folder = as_folder(folder)
         self._keep = keep
+        self._keep_every = keep_every
         self._warn = warn
         self._scheduled = scheduled
         self._pending: concurrent.futures.Future[None] | None = None
         self._executor = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            leftovers = [path for path in self._folder.iterdir() if _LEFTOVER.fullmatch(path.name)]
+            cut_short = leftovers(self._folder)
         except OSError as error:
             raise UserError(f"cannot use {self._folder} for checkpoints: {error}; choose another folder") from error
-        for leftover in leftovers if _is_primary() else []:
-            shutil.rmtree(leftover, ignore_errors=True)
+        for leftover in cut_short if _is_primary() else []:
+            remove(leftover)
             self._warn(f"removed {leftover}, left by a save that was cut short")
 
     def save(
@@ -170,7 +155,8 @@ class Checkpoints:
         reasons: dict[int, str] = {}
         for candidate in candidates(self._folder, step):
             try:
-                record, arrays = read_step(self._folder / str(candidate), abstract_state)
+                record, arrays = stored_arrays(self._folder / str(candidate), abstract_state)
+                state = rebuild(abstract_state, arrays)
             except DamagedError as damage:
                 reasons[candidate] = str(damage)
                 continue
@@ -180,7 +166,10 @@ class Checkpoints:
                     f"skipped checkpoint {self._folder / str(skipped)}: {reason} "
                     f"(now {moved.name}); using step {candidate}"
                 )
-            return Restored(candidate, rebuild(abstract_state, arrays), record["extra"], record["score"])
+            if step is None and _is_primary():
+                # A kill may have come between a save and its rotation.
+                self._rotate()
+            return Restored(candidate, state, record["extra"], record["score"])
         if not reasons:
             return None
         raise UserError(none_sound(self._folder, reasons))
@@ -204,17 +193,21 @@ class Checkpoints:
 
     def _save(self, leaves: dict[str, Any], body: dict[str, Any]) -> None:
         step = body["step"]
-        staging = self._folder / f"{step}.tmp"
         try:
             # Popped one by one, so that the copy on the devices shrinks as the one on the host grows.
             values = {name: to_host(leaves.pop(name)) for name in list(leaves)}
             body["arrays"] |= {name: entry(value) for name, value in values.items() if not is_spread(value)}
-            write_step(staging, values, {"sha256": json_digest(body), **body})
-            if _is_primary():
-                self._publish(staging, step)
-                self._rotate()
+            write_arrays(staging(self._folder, step, make_room=_is_primary()), values)
+            try:
+                if _is_primary():
+                    self._supersede(step)
+                    publish(self._folder, step, body)
+                    self._rotate()
+            finally:
+                wait_for_processes()
         except Exception as error:
-            self._remove_unfinished(step)
+            if _is_primary():
+                remove_unfinished(self._folder, step)
             try:
                 kept = f"step {max(self.steps())} is saved and intact"
             except (ValueError, UserError):
@@ -224,96 +217,26 @@ class Checkpoints:
                 "free space there or make it writable, then resume"
             ) from error
 
-    def _remove_unfinished(self, step: int) -> None:
-        # More than once: when one of orbax's writers fails, the others may still be at work for a moment.
-        for _ in range(20):
-            for path in self._folder.glob(f"{step}.tmp*"):
-                shutil.rmtree(path, ignore_errors=True)
-            time.sleep(0.1)
-            if not any(self._folder.glob(f"{step}.tmp*")):
-                break
-
-    def _publish(self, staging: Path, step: int) -> None:
+    def _supersede(self, step: int) -> None:
         for later in numbered_steps(self._folder):
             if later > step:
                 moved = self._move_aside(later, "superseded")
                 self._warn(f"checkpoint {later} is of a history that ended at step {step}: now {moved.name}")
-        target = self._folder / str(step)
-        if target.exists():
-            os.rename(target, self._folder / f"{step}.replaced.tmp")
-        os.rename(staging, target)
-        shutil.rmtree(self._folder / f"{step}.replaced.tmp", ignore_errors=True)
 
     def _rotate(self) -> None:
         steps = self.steps()
-        kept = {*[step for step in steps if self._scheduled(step)][-self._keep :], steps[-1], self.best_step()}
+        kept = {*[step for step in steps if self._scheduled(step)][-self._keep :], *steps[-1:], self.best_step()}
+        if self._keep_every is not None:
+            kept |= {step for step in steps if step % self._keep_every == 0 and self._scheduled(step)}
         for step in steps:
             if step not in kept:
-                # Renamed first: a process killed half-way leaves no step that lacks some of its files.
-                old = self._folder / f"{step}.old.tmp"
-                os.rename(self._folder / str(step), old)
-                shutil.rmtree(old, ignore_errors=True)
+                remove_step(self._folder, step)
 
-    def _move_aside(self, step: int, word: str) -> Path:
-        names = (f"{word}-{step}" + (f"-{count}" if count > 1 else "") for count in range(1, 1_000_000))
-        target = next(path for name in names if not (path := self._folder / name).exists())
+    def _move_aside(self, step: int, word: str) -> epath.Path:
+        target = name_aside(self._folder, step, word)
         if _is_primary():
-            os.rename(self._folder / str(step), target)
+            (self._folder / str(step)).rename(target)
         return target
-
-
-def load_params(
-    folder: Path,
-    step: int | Literal["best"] | None = None,
-    *,
-    abstract: PyTree | None = None,
-    warn: Callable[[str], None],
-) -> Restored:
-    """Parameters alone, verified; the optimizer's arrays are neither read nor given memory, nothing on disk changes.
-
-    Args:
-        folder: a run's checkpoint folder.
-        step: a step by name; "best" for the highest score (the newest if no step has one); None for the newest.
-        abstract: the parameters' tree, as in `Checkpoints.restore`; None gives nested dicts of numpy arrays.
-        warn: takes one sentence for each damaged step that was passed over; the next newest is then used.
-
-    Returns:
-        A state of `params` alone, with the step's number, extra values and score.
-
-    Raises:
-        UserError: no checkpoint, none sound, or one of another configuration.
-    """
-    folder = Path(folder).absolute()
-    reasons: dict[int, str] = {}
-    for candidate in candidates(folder, step):
-        try:
-            wanted = None if abstract is None else {"params": abstract}
-            record, arrays = read_step(folder / str(candidate), wanted, params_only=True)
-        except DamagedError as damage:
-            reasons[candidate] = str(damage)
-            continue
-        for skipped, reason in reasons.items():
-            warn(f"skipped checkpoint {folder / str(skipped)}: {reason}; using step {candidate}")
-        state = nest(arrays) if wanted is None else rebuild(wanted, arrays)
-        return Restored(candidate, state, record["extra"], record["score"])
-    if reasons:
-        raise UserError(none_sound(folder, reasons))
-    raise UserError(f"no checkpoint in {folder}: train first, or name the folder of a run that has been trained")
-
-
-def read_extra(folder: Path, step: int | Literal["best"] | None = None) -> dict[str, Any]:
-    """The extra values of the step that `load_params` tries first, or of the next that has a record; {} if none has.
-
-    Raises:
-        UserError: the folder cannot be read, or has no step of that name.
-    """
-    for candidate in candidates(folder, step):
-        try:
-            extra: dict[str, Any] = read_record(folder / str(candidate))["extra"]
-        except DamagedError:
-            continue
-        return extra
-    return {}
 
 
 def _is_primary() -> bool:

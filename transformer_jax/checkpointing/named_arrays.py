@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -60,10 +60,17 @@ def gathered_entry(leaf: jax.Array) -> Entry:
 
 
 def snapshot(leaf: Any) -> Any:
-    """A copy that a donated or changed original leaves alone; an array on devices is copied there, without waiting."""
+    """A copy that a donated or changed original leaves alone; an array on devices is copied there, without waiting.
+
+    Of an array that each device holds whole, one device makes the copy.
+    """
     if isinstance(leaf, jax.Array):
+        if leaf.is_fully_replicated:
+            leaf = leaf.addressable_data(0)
         return jax.device_put(leaf, leaf.sharding, may_alias=False)
-    return np.array(leaf)
+    # A numpy array that owns its memory and is read-only stays as it is without a copy.
+    kept = isinstance(leaf, np.ndarray) and leaf.base is None and not leaf.flags.writeable
+    return leaf if kept else np.array(leaf)
 
 
 def to_host(leaf: Any) -> Any:
@@ -86,12 +93,14 @@ def find_misfits(stored: Mapping[str, Entry], tree: PyTree) -> list[str]:
     ]
 
 
-def rebuild(tree: PyTree, arrays: Mapping[str, np.ndarray]) -> PyTree:
-    """`tree` with each leaf from `arrays`: placed as the leaf's sharding says, numpy and Python numbers as such."""
-    flat, structure = jax.tree_util.tree_flatten(tree)
-    return jax.tree_util.tree_unflatten(
-        structure, [_place(arrays[name], leaf) for name, leaf in zip(named_leaves(tree), flat, strict=True)]
-    )
+def rebuild(tree: PyTree, arrays: Iterable[tuple[str, np.ndarray]]) -> PyTree:
+    """`tree` with each leaf from `arrays`: placed as the leaf's sharding says, numpy and Python numbers as such.
+
+    Each array is placed as it comes, so that those on the host need not all be there at once.
+    """
+    leaves = named_leaves(tree)
+    placed = {name: _place(array, leaves[name]) for name, array in arrays}
+    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(tree), [placed[name] for name in leaves])
 
 
 def _place(value: np.ndarray, like: Any) -> Any:

@@ -1,6 +1,5 @@
-"""`transformer-jax average RUN [--last N]`."""
+"""`transformer-jax average RUN [--last N] [--minutes-apart M]`."""
 
-import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,9 @@ class Options:
     """The run's folder."""
     last: int = 5
     """Checkpoints to average, the newest ones; the paper takes 5 for its base model and 20 for its big one."""
+    minutes_apart: float = 0.0
+    """Minutes of training that must lie between two of them, 10 in the paper; 0 takes the newest as they are. Only
+    those that train.keep_checkpoints and train.keep_every have kept can be taken."""
 
 
 def run(argv: Sequence[str]) -> None:
@@ -23,10 +25,12 @@ def run(argv: Sequence[str]) -> None:
     options = parse_options(Options, argv, "average")
     if options.last < 1:
         raise UserError(f"--last is {options.last}, but must be at least 1")
-    folder = pathlib.Path(options.run)
-    if not (folder / "checkpoints").is_dir():
-        raise UserError(f"{folder} has no checkpoints; name the --workdir of a run")
+    if not 0 <= options.minutes_apart < float("inf"):
+        raise UserError(f"--minutes-apart is {options.minutes_apart}, but must be at least 0")
+    from transformer_jax.checkpointing.checkpoint_files import as_folder
     from transformer_jax.training.averaging import average_run
 
-    path, steps = average_run(folder, options.last)
+    if not (as_folder(options.run) / "checkpoints").is_dir():
+        raise UserError(f"{options.run} has no checkpoints; name the --workdir of a run")
+    path, steps = average_run(options.run, options.last, minutes_apart=options.minutes_apart)
     print(f"{path}: mean of the checkpoints of updates {', '.join(map(str, steps))}")

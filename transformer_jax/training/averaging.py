@@ -1,44 +1,73 @@
 """Averages of checkpoints (section 6.1)."""
 
-import pathlib
-import shutil
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from etils import epath
 
-from transformer_jax.checkpointing.checkpoint_files import DamagedError, complete_steps, read_step
+from transformer_jax.checkpointing.array_files import grouped, read_arrays, stored_params
+from transformer_jax.checkpointing.checkpoint_files import (
+    AnyPath,
+    DamagedError,
+    as_folder,
+    complete_steps,
+    is_remote,
+    read_record,
+    remove,
+)
 from transformer_jax.checkpointing.checkpoints import Checkpoints, read_extra
-from transformer_jax.checkpointing.named_arrays import nest
+from transformer_jax.checkpointing.named_arrays import Entry, nest
 from transformer_jax.errors import UserError
+from transformer_jax.parallel.processes import first_alone, is_first
 from transformer_jax.translation.translator import warn_on_stderr
+
+Warn = Callable[[str], None]
 
 
 def average_run(
-    run: pathlib.Path, last: int, *, warn: Callable[[str], None] = warn_on_stderr
-) -> tuple[pathlib.Path, list[int]]:
+    run: AnyPath, last: int, *, minutes_apart: float = 0.0, warn: Warn = warn_on_stderr
+) -> tuple[epath.Path, list[int]]:
     """Writes RUN/averaged, a folder that translates by itself: config.json, tokenizer.model, one checkpoint.
 
-    An earlier one is replaced when the new one is whole.
+    An earlier one is replaced when the new one is whole; at gs://, where no folder can be renamed, it is removed first.
+
+    Args:
+        run: a run's folder, local or at gs://.
+        last: checkpoints to average; the paper takes 5 for its base model and 20 for its big one.
+        minutes_apart: training time that must lie between two of them; the paper's were written every 10 minutes. The
+            newest is always taken.
+        warn: takes one sentence for each damaged checkpoint that is left out.
 
     Returns:
         The folder, and the steps whose parameters' mean it holds.
 
     Raises:
-        UserError: as `average_checkpoints`; or the folder cannot be written.
+        UserError: as `choose_steps` and `average_checkpoints`; or the folder cannot be written.
     """
-    checkpoints = run / "checkpoints"
-    params, steps = average_checkpoints(checkpoints, last, warn)
-    extra = {**read_extra(checkpoints, steps[-1]), "averaged_steps": steps}
-    final, unfinished, old = (run / name for name in ("averaged", ".averaged.unfinished", ".averaged.old"))
+    as_folder(run)  # which knows the addresses that there are
+    home = epath.Path(run)
+    source = home / "checkpoints"
+    params, steps = average_checkpoints(source, choose_steps(source, last, minutes_apart, warn), warn)
+    extra = {**read_extra(source, steps[-1]), "averaged_steps": steps}
+    final, old = home / "averaged", home / ".averaged.old"
+    unfinished = final if is_remote(home) else home / ".averaged.unfinished"
     try:
-        for leftover in (unfinished, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        _write(unfinished, run, params, extra, warn)
-        if final.exists():
-            final.rename(old)
-        unfinished.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
+        with first_alone("the folder of the mean of checkpoints"):
+            if is_first():
+                for leftover in (unfinished, old):
+                    remove(leftover)
+                _copy_files(home, unfinished)
+        checkpoints = Checkpoints(unfinished / "checkpoints", keep=1, warn=warn)
+        checkpoints.save(steps[-1], {"params": params}, extra, score=None)
+        checkpoints.close()
+        with first_alone("the mean of checkpoints in its place"):
+            if is_first() and unfinished != final:
+                if final.exists():
+                    final.rename(old)
+                unfinished.rename(final)
+                remove(old)
     except OSError as error:
         raise UserError(
             f"{error.filename or final}: {error.strerror or error}; the mean of checkpoints was not written"
@@ -46,55 +75,119 @@ def average_run(
     return final, steps
 
 
-def average_checkpoints(
-    folder: pathlib.Path, last: int, warn: Callable[[str], None]
-) -> tuple[dict[str, Any], list[int]]:
-    """The mean of the parameters of the newest `last` checkpoints, and their steps.
-
-    One checkpoint at a time is in memory beside the sum, which is float64: the mean of copies is the copy. A damaged
-    checkpoint is left out, with a warning.
+def choose_steps(folder: AnyPath, last: int, minutes_apart: float, warn: Warn) -> list[int]:
+    """The newest `last` steps, or those that go back from the newest by at least so many minutes of training each.
 
     Raises:
-        UserError: fewer checkpoints than asked for, none sound, or shapes that differ.
+        UserError: there are fewer; or a record does not say how long the run had trained.
     """
-    folder = folder.absolute()  # as orbax wants it
-    steps = complete_steps(folder)[-last:]
+    steps = complete_steps(folder)
+    if minutes_apart:
+        steps = _apart(as_folder(folder), steps, last, 60 * minutes_apart, warn)
     if len(steps) < last:
-        raise UserError(f"{folder} has {len(steps)} checkpoints, fewer than the {last} to average: ask for fewer")
-    sums: dict[str, Any] = {}
-    dtypes: dict[str, Any] = {}
-    averaged: list[int] = []
-    for step in steps:
+        apart = f" that lie {minutes_apart:g} minutes of training apart" if minutes_apart else ""
+        raise UserError(
+            f"{folder} has {len(steps)} checkpoints{apart}, fewer than the {last} to average: ask for fewer"
+            + (", or for less time between them (train.keep_every keeps more)" if apart else "")
+        )
+    return steps[-last:]
+
+
+def _apart(folder: epath.Path, steps: list[int], last: int, seconds_apart: float, warn: Warn) -> list[int]:
+    chosen: list[int] = []
+    limit = float("inf")
+    for step in reversed(steps):
         try:
-            _, arrays = read_step(folder / str(step), None, params_only=True)
+            seconds = read_record(folder / str(step))["extra"].get("seconds")
         except DamagedError as damage:
             warn(f"checkpoint {folder / str(step)} is left out of the mean: {damage}")
             continue
-        if averaged and {n: a.shape for n, a in arrays.items()} != {n: a.shape for n, a in sums.items()}:
+        if seconds is None:
             raise UserError(
-                f"checkpoint {folder / str(step)} has parameters of other names or shapes than checkpoint "
-                f"{averaged[-1]}: average checkpoints of one run"
+                f"checkpoint {folder / str(step)} does not say how long its run had trained: average by number"
             )
-        dtypes = {name: array.dtype for name, array in arrays.items()}
-        sums = {name: sums.get(name, 0.0) + array.astype(np.float64) for name, array in arrays.items()}
-        averaged.append(step)
-    if not averaged:
-        raise UserError(f"none of the newest {last} checkpoints in {folder} is sound: train on to save others")
-    means = {name: (total / len(averaged)).astype(dtypes[name]) for name, total in sums.items()}
+        if seconds <= limit and len(chosen) < last:
+            chosen.append(step)
+            limit = seconds - seconds_apart
+    return chosen[::-1]
+
+
+def average_checkpoints(folder: AnyPath, steps: list[int], warn: Warn) -> tuple[dict[str, Any], list[int]]:
+    """The mean of the parameters of some steps, and those whose parameters are in it.
+
+    A sum is float64, so that the mean of copies is the copy. In memory are the means so far, and of the arrays whose
+    turn it is, GROUP_BYTES or one, the sum and one checkpoint's: twice to three times the parameters in all, whatever
+    the number of steps. A damaged checkpoint is left out, with a warning.
+
+    Raises:
+        UserError: none is sound, or their shapes differ.
+    """
+    root = as_folder(folder)
+    averaged = list(steps)
+    while averaged:
+        try:
+            return _mean(root, averaged), averaged
+        except _LeftOut as damage:
+            # What was read of it is in the sum by now: the sum begins again without it.
+            warn(f"checkpoint {root / str(damage.step)} is left out of the mean: {damage}")
+            averaged.remove(damage.step)
+    raise UserError(f"none of the checkpoints {', '.join(map(str, steps))} in {root} is sound: train on to save others")
+
+
+class _LeftOut(Exception):
+    """A step that is damaged; the message is the reason."""
+
+    def __init__(self, step: int, reason: DamagedError) -> None:
+        super().__init__(str(reason))
+        self.step = step
+
+
+def _mean(folder: epath.Path, steps: list[int]) -> dict[str, Any]:
+    stored = _all_stored(folder, steps)
+    means: dict[str, np.ndarray] = {}
+    for group in grouped(stored[steps[0]]):
+        sums: dict[str, np.ndarray] = {}
+        for step in steps:
+            with _left_out_if_damaged(step):
+                for name, array in read_arrays(folder / str(step), {name: stored[step][name] for name in group}):
+                    if name in sums:
+                        np.add(sums[name], array, out=sums[name])
+                    else:
+                        sums[name] = array.astype(np.float64)
+        for name in group:
+            total = sums.pop(name)
+            total /= len(steps)
+            means[name] = total.astype(stored[steps[0]][name]["dtype"])
+            means[name].flags.writeable = False  # which spares a copy of all when they are saved
     params: dict[str, Any] = nest(means)["params"]
-    return params, averaged
+    return params
 
 
-def _write(
-    folder: pathlib.Path,
-    run: pathlib.Path,
-    params: Mapping[str, Any],
-    extra: Mapping[str, Any],
-    warn: Callable[[str], None],
-) -> None:
-    folder.mkdir()
+def _all_stored(folder: epath.Path, steps: list[int]) -> dict[int, dict[str, Entry]]:
+    stored: dict[int, dict[str, Entry]] = {}
+    for step in steps:
+        with _left_out_if_damaged(step):
+            stored[step] = stored_params(folder / str(step), read_record(folder / str(step)))
+        shapes = [
+            {name: (found["shape"], found["dtype"]) for name, found in stored[at].items()} for at in (step, steps[0])
+        ]
+        if shapes[0] != shapes[1]:
+            raise UserError(
+                f"checkpoint {folder / str(step)} has parameters of other names or shapes than checkpoint {steps[0]}: "
+                "average checkpoints of one run"
+            )
+    return stored
+
+
+@contextlib.contextmanager
+def _left_out_if_damaged(step: int) -> Iterator[None]:
+    try:
+        yield
+    except DamagedError as damage:
+        raise _LeftOut(step, damage) from damage
+
+
+def _copy_files(run: epath.Path, folder: epath.Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "tokenizer.model"):
-        shutil.copyfile(run / name, folder / name)
-    checkpoints = Checkpoints(folder / "checkpoints", keep=1, warn=warn)
-    checkpoints.save(extra["averaged_steps"][-1], {"params": params}, extra, score=None)
-    checkpoints.close()
+        (run / name).copy(folder / name, overwrite=True)

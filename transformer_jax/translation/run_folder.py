@@ -2,15 +2,15 @@
 
 import dataclasses
 import os
-import pathlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from etils import epath
 
-from transformer_jax.checkpointing.checkpoint_files import best_step, complete_steps
+from transformer_jax.checkpointing.checkpoint_files import as_folder, best_step, complete_steps, is_remote
 from transformer_jax.checkpointing.checkpoints import load_params, read_extra
 from transformer_jax.config import Config, ModelConfig
 from transformer_jax.config_loading import load_config
@@ -34,12 +34,15 @@ class Run:
 
 
 def read_run(path: str | os.PathLike[str], step: Step, warn: Callable[[str], None]) -> Run:
-    """Reads config.json, tokenizer.model and a checkpoint of a run's folder; `Translator.load` says which.
+    """Reads config.json, tokenizer.model and a checkpoint of a run's folder, local or at gs://.
+
+    `Translator.load` says which checkpoint.
 
     Raises:
         UserError: no run there, no checkpoint yet, no such step, files that do not belong together, a damaged file.
     """
-    folder = pathlib.Path(path)
+    as_folder(path)  # which knows the addresses that there are
+    folder = epath.Path(path)
     _require_run(folder)
     checkpoints, step = _choose(folder, step)
     try:
@@ -51,9 +54,8 @@ def read_run(path: str | os.PathLike[str], step: Step, warn: Callable[[str], Non
         return _read(*_choose(folder, step, averaged=False), warn)
 
 
-def _read(checkpoints: pathlib.Path, step: Step, warn: Callable[[str], None]) -> Run:
-    config = load_config(str(checkpoints.parent / "config.json"))
-    tokenizer = Tokenizer.load(checkpoints.parent / "tokenizer.model")
+def _read(checkpoints: epath.Path, step: Step, warn: Callable[[str], None]) -> Run:
+    config, tokenizer = _config_and_tokenizer(checkpoints.parent)
     # Before the shapes are compared: another tokenizer may make them differ, which would then be all that one reads.
     digest = read_extra(checkpoints, step).get("tokenizer", tokenizer.digest)
     if digest != tokenizer.digest:
@@ -66,6 +68,16 @@ def _read(checkpoints: pathlib.Path, step: Step, warn: Callable[[str], None]) ->
     abstract = jax.eval_shape(Transformer(config.model).init, jax.random.key(0), piece, piece)["params"]
     restored = load_params(checkpoints, step, abstract=abstract, warn=warn)
     return Run(config, restored.params, tokenizer, restored.step, _note(restored.step, restored.extra, restored.score))
+
+
+def _config_and_tokenizer(run: epath.Path) -> tuple[Config, Tokenizer]:
+    config, tokenizer = run / "config.json", run / "tokenizer.model"
+    if not is_remote(run):
+        return load_config(str(config)), Tokenizer.load(tokenizer)
+    try:
+        return Config.from_json(config.read_text(), str(config)), Tokenizer(tokenizer.read_bytes(), str(tokenizer))
+    except OSError as error:
+        raise UserError(f"{run}: config.json or tokenizer.model cannot be read ({error}); check the address") from error
 
 
 def with_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
@@ -83,7 +95,7 @@ def with_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
     return dataclasses.replace(model, vocab_size=rows or tokenizer.size)
 
 
-def _require_run(folder: pathlib.Path) -> None:
+def _require_run(folder: epath.Path) -> None:
     if not folder.exists():
         raise UserError(f"there is no folder {str(folder)!r}; name the --workdir of a run")
     if not (folder / "config.json").is_file():
@@ -91,7 +103,7 @@ def _require_run(folder: pathlib.Path) -> None:
         raise UserError(f"{str(folder)!r} is {what}; name the --workdir of a run")
 
 
-def _choose(folder: pathlib.Path, step: Step, *, averaged: bool = True) -> tuple[pathlib.Path, Step]:
+def _choose(folder: epath.Path, step: Step, *, averaged: bool = True) -> tuple[epath.Path, Step]:
     """The folder of checkpoints to take, and which of them."""
     checkpoints = folder / "checkpoints"
     steps = complete_steps(checkpoints) if checkpoints.is_dir() else []
