@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import pytest
 
+import transformer_jax.evaluation.forced_decoding
 from transformer_jax.cli.main import COMMANDS, main
 from transformer_jax.cli.options import split_overrides
 from transformer_jax.config import Config, ModelConfig
@@ -36,7 +37,7 @@ class Score:
     """As the translator's."""
 
     log_prob: float
-    tokens: int
+    tokens: tuple
 
 
 class UpperCase:
@@ -62,14 +63,16 @@ class UpperCase:
         )
 
     def score(self, sources, targets):
-        return [Score(-float(len(target)), len(target)) for target in targets]
+        return [Score(-float(len(target)), tuple((piece, -1.0) for piece in target)) for target in targets]
 
 
 @pytest.fixture(autouse=True)
 def translator(monkeypatch):
     module = types.ModuleType("translator")
-    module.Translator = UpperCase
+    module.Translator, module.warn_on_stderr = UpperCase, print
     monkeypatch.setitem(sys.modules, "transformer_jax.translation.translator", module)
+    # Its annotations name the translator's class, and are checked: it is imported anew, with this one.
+    monkeypatch.delitem(sys.modules, transformer_jax.evaluation.forced_decoding.__name__)
     UpperCase.called_with = {}
 
 
@@ -78,7 +81,7 @@ def trained(monkeypatch):
     """What the training loop was called with."""
     calls = []
     module = types.ModuleType("loop")
-    module.train = lambda config, workdir: calls.append((config, workdir))
+    module.train = lambda config, workdir, profile: calls.append((config, workdir, profile))
     monkeypatch.setitem(sys.modules, "transformer_jax.training.loop", module)
     return calls
 
@@ -107,6 +110,10 @@ def text_file(folder, name, *lines):
         (["train", "--config", DEMO, "--workdir", "x", "--model.num-heads", "x"], ["model.num_heads is 'x'"]),
         (["train", "--config", DEMO, "--workdir", "x", "--model.num-heads", "7"], ["divisible by num_heads 7"]),
         (["train", "--config", DEMO, "--workdir", "x", "model.num_heads=x"], ["model.num_heads is 'x'"]),
+        (["train", "--config", DEMO, "--workdir", "x", "--profile-steps", "5"], ["--profile-steps is '5'", "a:b"]),
+        (["train", "--config", DEMO, "--workdir", "x", "--profile-steps", "5:3"], ["'5:3'", "1 <= a <= b"]),
+        (["train", "--config", DEMO, "--workdir", "x", "--train.steps=9", "--profile-steps", "0:3"], ["'0:3'"]),
+        (["train", "--config", DEMO, "--workdir", "x", "--train.steps=9", "--profile-steps", "8:10"], ["steps (9)"]),
         (["train", "--config", "nowhere.py", "--workdir", "x"], ["'nowhere.py'"]),
         (["train", "--config", DEMO + ":xx", "--workdir", "x"], ["demo.py", "'xx'"]),
         (["translate"], ["RUN must be given"]),
@@ -163,10 +170,11 @@ def test_version(capsys):
 
 
 def test_train_passes_the_configuration_with_its_changes(trained):
-    argv = ["train", "--workdir=runs/x", "--model.num-heads", "8", "--config", DEMO + ":fr", "train.steps=7"]
+    argv = ["train", "--workdir=runs/x", "--model.num-heads", "8", "--config", DEMO + ":fr", "train.steps=7",
+            "--profile-steps", "2:5"]  # fmt: skip
     assert main(argv) == 0
-    [(config, workdir)] = trained
-    assert workdir == "runs/x"
+    [(config, workdir, profile)] = trained
+    assert workdir == "runs/x" and profile == range(2, 6)
     assert (config.model.num_heads, config.train.steps, config.data.target_language) == (8, 7, "fr")
 
 
@@ -239,6 +247,17 @@ def test_options_of_the_search_go_to_the_translator_only_when_given(capfdbinary,
     assert UpperCase.called_with == {"n_best": 2, "beam_size": 8, "length_penalty": 1.0, "batch_tokens": 64}
 
 
+def test_none_is_a_value_of_an_option_that_may_be_none(capfdbinary, monkeypatch):
+    """None in the spellings that a field of the configuration has; help comes before any mistake."""
+    give_stdin(monkeypatch, b"a\n")
+    assert main(["translate", "run", "--beam-size", "none", "--length-penalty=null"]) == 0
+    assert UpperCase.called_with == {"n_best": 1}
+    with pytest.raises(SystemExit) as stop:
+        main(["translate", "--beam-size", "x", "--help"])
+    out, err = capfdbinary.readouterr()
+    assert stop.value.code == 0 and b"usage" in out and err == b""
+
+
 def test_columns_of_scores_and_n_best_lists(capfdbinary, monkeypatch):
     give_stdin(monkeypatch, b"a\nb\n")
     assert main(["translate", "run", "--scores"]) == 0
@@ -297,7 +316,10 @@ def test_score_gives_a_line_for_each_pair(tmp_path, capfdbinary):
     assert main(argv) == 0
     assert capfdbinary.readouterr().out == b"-2.0000\n-3.0000\n"
     assert main([*argv, "--json"]) == 0
-    assert json.loads(capfdbinary.readouterr().out.split(b"\n")[0]) == {"log_prob": -2.0, "tokens": 2}
+    assert json.loads(capfdbinary.readouterr().out.split(b"\n")[0]) == {
+        "log_prob": -2.0,
+        "tokens": [["x", -1.0], ["x", -1.0]],
+    }
 
 
 def test_describe_counts_a_small_model_by_hand():
@@ -324,7 +346,7 @@ def test_describe_prints_a_page_and_json(capfdbinary):
 
 
 def test_interruption_ends_with_130(monkeypatch, capsys):
-    def interrupted(config, workdir):
+    def interrupted(config, workdir, profile):
         raise KeyboardInterrupt
 
     module = types.ModuleType("loop")
@@ -348,7 +370,7 @@ def test_a_reader_that_goes_away_is_no_fault():
 
 
 def test_a_fault_of_ours_keeps_its_traceback(monkeypatch):
-    def fails(config, workdir):
+    def fails(config, workdir, profile):
         raise ZeroDivisionError
 
     module = types.ModuleType("loop")

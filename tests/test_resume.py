@@ -15,10 +15,10 @@ import pytest
 from small_runs import metrics, pairs, programs_kept_in, run_config, saved, write_pairs
 
 from transformer_jax.config_loading import load_config
-from transformer_jax.data.batches import assemble, batches_from
+from transformer_jax.data.batches import batches_from
 from transformer_jax.data.tokenizer import Tokenizer
 from transformer_jax.errors import UserError
-from transformer_jax.training import loop, preparation
+from transformer_jax.training import loop
 from transformer_jax.training.interruption import only_process
 from transformer_jax.training.loop import train
 from transformer_jax.training.metrics import MetricsWriter, read_metrics
@@ -107,7 +107,7 @@ def test_more_steps_than_at_first_go_on(straight, tmp_path):
 def test_every_pair_is_taken_in_its_turn_across_a_stop_and_an_epochs_end(packing, tmp_path):
     """C2: the pairs of eight batches, of which three make an epoch, with and without a stop after any of them."""
     config = run_config(tmp_path / "text", data__packing=packing, data__max_length=24, data__batch_tokens=112)
-    plan = prepare(config, tmp_path / "run", 1, print).plan
+    plan = prepare(config, tmp_path / "run", print).plan
 
     def taken(epoch, index, count):
         batches = list(itertools.islice(batches_from(plan, epoch, index), count))
@@ -124,17 +124,52 @@ def test_every_pair_is_taken_in_its_turn_across_a_stop_and_an_epochs_end(packing
 def test_the_loop_takes_the_batches_that_follow_its_checkpoint(stopped, straight, monkeypatch):
     """C2: in the loop itself, through the end of an epoch."""
     consumed = []
+    place = loop.place
     monkeypatch.setattr(
-        loop,
-        "assemble",
-        lambda planned, *rest, **options: consumed.append(planned) or assemble(planned, *rest, **options),
+        loop, "place", lambda planned, *rest, **options: consumed.append(planned) or place(planned, *rest, **options)
     )
     folder, config = stopped
     train(config, folder)
-    plan = prepare(config, folder, 1, print).plan
+    plan = prepare(config, folder, print).plan
     expected = [planned for _, _, planned in itertools.islice(batches_from(plan, 0, 0), 6)][3:]
     assert [batch.examples.tolist() for batch in consumed] == [batch.examples.tolist() for batch in expected]
     assert len(plan.epoch(0)) < 6
+
+
+def test_a_run_that_is_to_stop_leaves_the_validation_to_the_next_command(straight, tmp_path, monkeypatch):
+    """C1: a validation may take longer than the time between SIGTERM and SIGKILL; lines and scores are the same."""
+    place, updates = loop.place, itertools.count(1)
+
+    def place_and_signal(*given, **options):
+        if next(updates) == 4:
+            signal.raise_signal(signal.SIGTERM)
+        return place(*given, **options)
+
+    monkeypatch.setattr(loop, "place", place_and_signal)
+    with pytest.raises(SystemExit) as stop:
+        train(straight[1], tmp_path / "run")
+    assert stop.value.code == 143 and saved(tmp_path / "run")[4]["score"] is None
+    assert metrics(tmp_path / "run")[-1]["step"] == 4 and "dev_bleu" not in metrics(tmp_path / "run")[-1]
+    train(straight[1], tmp_path / "run")
+    assert saved(tmp_path / "run") == saved(straight[0]) and metrics(tmp_path / "run") == metrics(straight[0])
+
+
+def test_an_end_between_validation_and_save_leaves_no_second_line(straight, tmp_path, monkeypatch):
+    """C1: the lines of update 4 are written, its checkpoint is not; the run goes on from update 3."""
+    save = loop.Checkpoints.save
+
+    def save_or_die(self, step, *given, **options):
+        if step == 4:
+            raise MemoryError
+        save(self, step, *given, **options)
+
+    monkeypatch.setattr(loop.Checkpoints, "save", save_or_die)
+    with pytest.raises(MemoryError):
+        train(straight[1], tmp_path / "run")
+    assert list(saved(tmp_path / "run")) == [2, 3] and "dev_bleu" in metrics(tmp_path / "run")[-1]
+    monkeypatch.undo()
+    train(straight[1], tmp_path / "run")
+    assert saved(tmp_path / "run") == saved(straight[0]) and metrics(tmp_path / "run") == metrics(straight[0])
 
 
 def test_metrics_after_the_checkpoint_are_dropped_and_a_cut_line_too(stopped, straight):
@@ -239,28 +274,6 @@ def test_a_damaged_config_json_is_named(content, words, tmp_path):
         (tmp_path / "run" / "config.json").write_bytes(content)
     with pytest.raises(UserError, match=words):
         train(run_config(tmp_path / "text"), tmp_path / "run")
-
-
-class Reached(Exception):
-    """The place in the data from which a run would go on."""
-
-
-def test_on_more_devices_the_run_goes_on_at_much_the_same_place_and_says_so(stopped, monkeypatch, capsys):
-    """J4: batches of 4 rows become batches of 8: after three of the former comes the second of the latter."""
-    folder, config = stopped
-    plan_batches = preparation.plan_batches
-    monkeypatch.setattr(
-        preparation, "plan_batches", lambda *given, **options: plan_batches(*given, **{**options, "row_multiple": 8})
-    )
-
-    def reached(plan, epoch, index):
-        raise Reached(epoch, index)
-
-    monkeypatch.setattr(loop, "batches_from", reached)
-    with pytest.raises(Reached) as position:
-        train(config, folder)
-    assert position.value.args == (0, 1)
-    assert "a batch has [8] rows, where it had [4]" in capsys.readouterr().out
 
 
 def test_two_processes_do_not_train_in_one_folder(straight):

@@ -60,10 +60,12 @@ class ModelConfig:
     scan_layers: bool = True
     """Roll each stack into one scanned layer (compile time does not grow with N); False unrolls it."""
     attention_impl: Literal["einsum", "fused"] = "einsum"
-    """einsum: three products and a softmax, as section 3.2 writes them. fused: jax.nn.dot_product_attention, one kernel
-    where the backend has one (cuDNN on GPU); it needs d_k = d_v and attention_dropout 0."""
+    """einsum: three products and a softmax, as section 3.2 writes them. fused: jax.nn.dot_product_attention, which
+    is cuDNN's flash attention on a GPU (bfloat16, even lengths, d_k up to 128), einsums elsewhere; it needs d_k = d_v and
+    attention_dropout 0."""
     remat: Literal["none", "dots", "full"] = "none"
-    """What the backward pass recomputes per layer: nothing, all but matrix products, everything."""
+    """What the backward pass recomputes per layer: nothing, all but matrix products, everything. On a CPU it saves
+    memory with scan_layers only."""
 
     def __post_init__(self) -> None:
         check_types(self, "model.")
@@ -170,9 +172,11 @@ class DataConfig:
     target_language: str = "de"
     """Language code of the target side; chooses sacreBLEU's tokenisation."""
     train_source: str | None = None
-    """Your own training text, one sentence a line (.gz too); or a .tsv of source<TAB>target, without train_target."""
+    """Your own training text, one sentence a line (.gz too); or a .tsv of source<TAB>target, without train_target.
+    Several files: their names with commas between, or a pattern in quotes, 'corpora/*.en', which is taken in the order
+    of the names."""
     train_target: str | None = None
-    """Target side of train_source, line by line."""
+    """Target side of train_source, line by line and file by file."""
     dev_source: str | None = None
     """Validation text, as train_source. With own training text and none given, lines are held out of it."""
     dev_target: str | None = None
@@ -191,8 +195,14 @@ class DataConfig:
     """Word pieces to learn, both languages shared (section 5.1); an upper bound, small corpora give fewer."""
     tokenizer_type: Literal["bpe", "unigram"] = "bpe"
     """SentencePiece algorithm."""
+    vocabulary_sentences: int = 2_000_000
+    """Word pieces are learned from at most so many sentences, of both sides of every k-th pair: more take longer and
+    more memory, and change little."""
     max_length: int = 256
     """Pairs with more word pieces than this on a side (EOS counted) are left out of training, and counted."""
+    max_length_ratio: float | None = None
+    """Pairs with more than this many times as many word pieces on one side as on the other (EOS not counted) are left
+    out of training, and counted: Moses' clean-corpus-n, which takes 9, and 1.5 in fairseq's recipe. None: no limit."""
     batch_tokens: int = 25000
     """Padded word pieces on each side of a batch (section 5.1)."""
     packing: bool = True
@@ -203,7 +213,16 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "data.")
-        require_positive("data", self, "vocab_size", "batch_tokens", "row_length")
+        require_positive("data", self, "vocab_size", "vocabulary_sentences", "batch_tokens", "row_length")
+        require(
+            self.vocabulary_sentences >= 1000, "data.vocabulary_sentences", self.vocabulary_sentences, "at least 1000"
+        )
+        require(
+            self.max_length_ratio is None or 1 <= self.max_length_ratio <= 1e6,
+            "data.max_length_ratio",
+            self.max_length_ratio,
+            "from 1 to 1e6",
+        )
         require(self.max_length >= 2, "data.max_length", self.max_length, "at least 2")
         require(
             self.row_length is None or self.row_length >= self.max_length,
@@ -295,7 +314,8 @@ class TrainConfig:
     keep_every: int | None = None
     """Updates between checkpoints that stay for good, say for averaging later; a multiple of checkpoint_every."""
     average_checkpoints: int = 5
-    """Checkpoints averaged into the model that the run is scored by at its end; 1 takes the last as it is."""
+    """Checkpoints averaged into the model that the run is scored by at its end; 1 takes the last as it is.
+    Unused with optimizer.ema_decay."""
     log_every: int = 10
     """Updates between lines of metrics.jsonl and TensorBoard."""
     skip_limit: int = 10

@@ -9,9 +9,11 @@ from typing import Annotated, Any
 
 import tyro
 
+from transformer_jax.cli.digest import digest_lines
 from transformer_jax.cli.options import ConfigFields, parse_options, split_overrides
+from transformer_jax.cli.shardings import Shardings, describe_shardings
 from transformer_jax.cli.text import write_lines
-from transformer_jax.config import Config, ModelConfig
+from transformer_jax.config import Config, MeshConfig, ModelConfig
 from transformer_jax.config_fields import field_types
 from transformer_jax.config_loading import load_config
 
@@ -29,6 +31,12 @@ class Options:
     """A configuration file, with a variant or without (configs/table3.py:B1), or a run's folder."""
     json: bool = False
     """One JSON object in place of the page."""
+    digest: bool = False
+    """Of a run: step and SHA-256 digests of the newest sound checkpoint, in place of the page. Runs that end alike have
+    the same."""
+    devices: int | None = None
+    """Show each parameter's sharding on so many devices, which need not be there. Default, where --mesh.* is given: as
+    many as these ask for, or for -1 all of this machine."""
     settings: ConfigFields = field(default_factory=Config)
     """For the help page; `load_config` applies these options to what the file gives."""
 
@@ -49,14 +57,23 @@ class Description:
     """Forward and backward: three times as many."""
     training_bytes: int
     """Parameters, gradients and Adam's moments on one device; activations come on top."""
+    shardings: Shardings | None = None
+    """On the mesh that was asked for."""
 
 
 def run(argv: Sequence[str]) -> None:
     """Parse the options and print the description."""
     rest, overrides = split_overrides(argv)
     options = parse_options(Options, rest, "describe", field_types(Config))
+    if options.digest:
+        write_lines(None, digest_lines(options.config, as_json=options.json))
+        return
     config = load_config(options.config, overrides)
-    description = describe(config.model, _vocab_size(config, pathlib.Path(options.config)))
+    vocab_size = _vocab_size(config, pathlib.Path(options.config))
+    description = describe(config.model, vocab_size)
+    if options.devices is not None or config.mesh != MeshConfig():
+        shardings = describe_shardings(config, vocab_size, options.devices)
+        description = dataclasses.replace(description, shardings=shardings)
     write_lines(None, [json.dumps(dataclasses.asdict(description)) if options.json else _page(description)])
 
 
@@ -65,6 +82,7 @@ def describe(model: ModelConfig, vocab_size: int) -> Description:
     import jax
     import jax.numpy as jnp
 
+    from transformer_jax.model.flops import TRAINING, forward_flops
     from transformer_jax.model.transformer import Transformer
 
     pieces = jnp.ones((1, 2), jnp.int32)
@@ -75,13 +93,9 @@ def describe(model: ModelConfig, vocab_size: int) -> Description:
     for path, size in sizes.items():
         module = "/".join(path[:2] if len(path) > 2 else path[:1])
         by_module[module] = by_module.get(module, 0) + size
-    # A weight costs a multiplication and an addition for each piece it meets; the output embedding is one more matrix.
-    weights = sum(size for path, size in sizes.items() if path[-1].startswith("w_")) + vocab_size * model.d_model
-    attentions = model.encoder_layers + 2 * model.decoder_layers
-    attended = attentions * SENTENCE_PIECES * model.num_heads * (model.key_size + model.value_size)
-    forward = 2 * (weights + attended)
+    forward = forward_flops(network.config, SENTENCE_PIECES, SENTENCE_PIECES) // SENTENCE_PIECES
     total = sum(sizes.values())
-    return Description(vocab_size, by_module, total, forward, 3 * forward, STATE_BYTES * total)
+    return Description(vocab_size, by_module, total, forward, TRAINING * forward, STATE_BYTES * total)
 
 
 def _sizes(params: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], int]:
@@ -111,7 +125,11 @@ def _page(description: Description) -> str:
     lines += [
         f"FLOPs for a target piece, in pairs of {SENTENCE_PIECES} pieces a side: "
         f"{description.forward_flops:.3g} forward, {description.training_flops:.3g} in training",
-        f"Memory in training: {description.training_bytes / 2**30:.2f} GiB on each device for parameters, gradients "
-        "and Adam's moments; activations come on top",
     ]
+    if description.shardings is not None:
+        return "\n".join([*lines, *description.shardings.lines()])
+    lines.append(
+        f"Memory in training: {description.training_bytes / 2**30:.2f} GiB on each device for parameters, gradients "
+        "and Adam's moments; activations come on top"
+    )
     return "\n".join(lines)

@@ -15,11 +15,16 @@ from transformer_jax.errors import UserError
 # The modules are imported only when their command runs: JAX takes a second that `--help` need not wait for.
 COMMANDS = {
     "train": "train a model, or go on with a run that was stopped",
+    "prepare": "download, clean and tokenize the text of a configuration ahead of training",
     "translate": "translate lines of text",
-    "evaluate": "translate a test set and score it: BLEU, chrF",
+    "evaluate": "translate a test set and score it: BLEU, chrF, perplexity",
+    "bleu": "score translations in a file against references: the paper's BLEU, sacreBLEU, chrF",
     "score": "log-probabilities that a model gives to translations you have",
     "average": "average the newest checkpoints of a run into one model",
+    "ablate": "train every row of a table of experiments, and set the results side by side",
     "describe": "parameters, FLOPs and memory of a configuration",
+    "diagnose": "where in the network an update went wrong whose loss or gradient was not finite",
+    "compile-check": "compile a configuration's programs for TPUs without having one: memory, exchanges, time",
 }
 _USAGE = "usage: transformer-jax COMMAND [OPTIONS]"
 _INTERRUPTED, _BROKEN_PIPE, _BAD_INPUT = 130, 141, 2
@@ -42,6 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = error.filename if error.filename is not None else "output"
         print(f"error: {name}: {error.strerror or error}; make room there or name another place", file=sys.stderr)
         return _BAD_INPUT
+    except ImportError as error:
+        if "gcsfs" not in str(error):
+            raise
+        print("error: gs:// needs gcsfs: pip install 'transformer-jax[gcs]'", file=sys.stderr)
+        return _BAD_INPUT
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -56,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(argv: list[str]) -> None:
     command, rest = (argv[0], argv[1:]) if argv else ("", [])
     if command in COMMANDS:
-        importlib.import_module(f"transformer_jax.cli.{command}").run(rest)
+        importlib.import_module(f"transformer_jax.cli.{command.replace('-', '_')}").run(rest)
     elif command in ("-h", "--help"):
         print(_help())
     elif command == "--version":

@@ -1,4 +1,4 @@
-"""Options of a command from a dataclass with documented fields (tyro): help pages, and mistakes as one sentence."""
+"""Options of a command from a dataclass with documented fields: help pages by tyro, and mistakes as one sentence."""
 
 import dataclasses
 import itertools
@@ -36,9 +36,9 @@ def parse_options(
     Raises:
         UserError: an unknown option (with the nearest name), a missing or bad value.
     """
-    if not {"-h", "--help"} & set(argv):
-        _check(options, argv, command, list(other_names))
-    return tyro.cli(options, args=argv, prog=f"transformer-jax {command}", config=[tyro.conf.FlagCreatePairsOff])
+    if {"-h", "--help"} & set(argv):
+        tyro.cli(options, args=["--help"], prog=f"transformer-jax {command}", config=[tyro.conf.FlagCreatePairsOff])
+    return options(**_parse(options, argv, command, list(other_names)))
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -62,11 +62,11 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return rest, overrides
 
 
-def _check(options: type, argv: Sequence[str], command: str, other_names: list[str]) -> None:
-    """All that may be wrong, before tyro sees it: its messages are framed, and too long for one line."""
+def _parse(options: type, argv: Sequence[str], command: str, other_names: list[str]) -> dict[str, Any]:
+    """The values given, by name. Tyro would parse them too, but its messages are framed, and too long for one line."""
     kinds = {name: kind for name, kind in field_types(options).items() if "." not in name}
     positional, required = _positional(options), _required(options)
-    seen: set[str] = set()
+    values: dict[str, Any] = {}
     words: list[str] = []
     remaining = iter(argv)
     for word in remaining:
@@ -78,17 +78,19 @@ def _check(options: type, argv: Sequence[str], command: str, other_names: list[s
         if name not in kinds or name in positional or not word.startswith("--"):
             known = [_spelled(known) for known in [*kinds, "help", *other_names] if known not in positional]
             raise UserError(f"there is no option {spelled!r}{nearest(_spelled(name), known)}")
-        seen.add(name)
         if kinds[name] is not bool:
-            parse_value(text if equals else _next(remaining, spelled, kinds[name]), kinds[name], spelled)
+            values[name] = parse_value(text if equals else _next(remaining, spelled, kinds[name]), kinds[name], spelled)
         elif equals:
             raise UserError(f"{spelled} takes no value; leave {equals + text!r} out")
+        else:
+            values[name] = True
     for surplus in words[len(positional) :]:
         raise UserError(f"{surplus!r} is one word too many (see transformer-jax {command} --help)")
-    seen |= set(positional[: len(words)])
-    missing = [name.upper() if name in positional else _spelled(name) for name in required if name not in seen]
+    values |= dict(zip(positional, words, strict=False))
+    missing = [name.upper() if name in positional else _spelled(name) for name in required if name not in values]
     if missing:
         raise UserError(f"{' and '.join(missing)} must be given (see transformer-jax {command} --help)")
+    return values
 
 
 def _next(words: Iterator[str], option: str, kind: object) -> str:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
-from transformer_jax.data.batches import assemble
 from transformer_jax.evaluation.bleu import Scores, corpus_scores
-from transformer_jax.ops.masks import BOS
+from transformer_jax.training.placing import place
 from transformer_jax.training.preparation import Prepared
+from transformer_jax.training.reporting import Reporter
+from transformer_jax.training.throughput import VALIDATING
 from transformer_jax.translation.translator import Translator
 
 
@@ -28,21 +30,42 @@ class Validation:
         """exp(nll): per word piece, as in Table 3."""
         return math.exp(min(self.nll, 700.0))
 
+    def as_metrics(self) -> dict[str, Any]:
+        """For a line of metrics.jsonl."""
+        return {
+            "dev_nll": self.nll,
+            "dev_perplexity": self.perplexity,
+            "dev_bleu": self.scores.bleu,
+            "dev_chrf": self.scores.chrf,
+            "dev_sentences": self.scores.sentences,
+            "dev_signature": self.scores.bleu_signature,
+        }
 
-def validate(prepared: Prepared, params: Any, loss_step: Callable[..., Any], warn: Callable[[str], None]) -> Validation:
-    """Loss over the dev set, BLEU and chrF of its first train.evaluate_sentences sentences."""
-    sums = [loss_step(params, assemble(planned, prepared.dev, bos_id=BOS)) for planned in prepared.dev_plan.epoch(-1)]
-    nll, tokens = (sum(float(part[name]) for part in jax.device_get(sums)) for name in ("nll", "tokens"))
+
+def validate(
+    prepared: Prepared, params: Any, mesh: Mesh, loss_step: Callable[..., Any], report: Reporter
+) -> Validation:
+    """Loss over the dev set, BLEU and chrF of its first train.evaluate_sentences sentences.
+
+    Every process calls this; devices share out the rows, and each process gets all sums and all translations.
+    """
     config = prepared.config
     pairs = list(itertools.islice(prepared.splits.dev, config.train.evaluate_sentences))
-    translator = Translator(config, params, prepared.tokenizer, warn=warn)
-    _, scores = score_pairs(translator, pairs, config.data.target_language)
+    with report.counting(VALIDATING, len(pairs)) as on_progress:
+        sums = [loss_step(params, place(planned, prepared.dev, mesh)) for planned in prepared.dev_plan.epoch(-1)]
+        nll, tokens = (sum(float(part[name]) for part in jax.device_get(sums)) for name in ("nll", "tokens"))
+        translator = Translator(config, params, prepared.tokenizer, warn=report.warn, mesh=mesh)
+        _, scores = score_pairs(translator, pairs, config.data.target_language, on_progress)
     return Validation(nll / tokens, scores)
 
 
 def score_pairs(
-    translator: Translator, pairs: Sequence[tuple[str, str]], target_language: str
+    translator: Translator,
+    pairs: Sequence[tuple[str, str]],
+    target_language: str,
+    on_progress: Callable[[int], None],
 ) -> tuple[list[str], Scores]:
-    """Translations of the first sides, and their scores against the second."""
-    hypotheses = translator([source for source, _ in pairs])
+    """Translations of the first sides, and their scores against the second; `on_progress` as for `Translator`."""
+    found = translator.translate([source for source, _ in pairs], on_progress=on_progress)
+    hypotheses = [translations[0].text for translations in found]
     return hypotheses, corpus_scores(hypotheses, [target for _, target in pairs], target_language)

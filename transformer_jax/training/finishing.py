@@ -9,9 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from transformer_jax.checkpointing.checkpoint_files import complete_steps
-from transformer_jax.evaluation.report import scores_table
+from transformer_jax.evaluation.forced_decoding import reference_perplexity
+from transformer_jax.evaluation.report import Evaluation
+from transformer_jax.parallel.processes import gathered, is_first
 from transformer_jax.training.averaging import average_run
 from transformer_jax.training.evaluating import score_pairs
 from transformer_jax.training.metrics import draw_curve
@@ -22,17 +25,22 @@ from transformer_jax.translation.translator import Translator
 _SHOWN = 5  # translations printed beside their references
 
 
-def finish(prepared: Prepared, run: pathlib.Path, facts: Mapping[str, Any], report: Reporter) -> None:
+def finish(prepared: Prepared, run: pathlib.Path, mesh: Mesh, facts: Mapping[str, Any], report: Reporter) -> None:
     """Scores a finished run, once for each last step; writes averaged/, results.json and curve.png.
 
-    `facts` become part of results.json; `step` is one of them.
+    `facts` become part of results.json; `step` is one of them. Every process calls this and has a part in the work.
     """
     path = run / "results.json"
-    results = _read(path)
+    # One of them looks, as it is also the one that writes.
+    results = json.loads(gathered(json.dumps(_read(path) if is_first() else None))[0])
     if results is None or results["step"] != facts["step"]:
-        page, scored = _score(prepared, run, report)
+        with report.during("scoring"):
+            page, scored = _score(prepared, run, mesh, report)
         results = {**facts, **scored, "page": page}
-        write_whole(path, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+        if is_first():
+            write_whole(path, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+    if not is_first():
+        return
     for line in results["page"]:
         report.say(line)
     draw_curve(run)
@@ -50,25 +58,33 @@ def _read(path: pathlib.Path) -> dict[str, Any] | None:
     )
 
 
-def _score(prepared: Prepared, run: pathlib.Path, report: Reporter) -> tuple[list[str], dict[str, Any]]:
+def _score(prepared: Prepared, run: pathlib.Path, mesh: Mesh, report: Reporter) -> tuple[list[str], dict[str, Any]]:
     """The page for people, and the numbers."""
     config, splits = prepared.config, prepared.splits
-    count = min(config.train.average_checkpoints, len(complete_steps(run / "checkpoints")))
+    # A moving average is a mean already: the last is scored.
+    wanted = 1 if config.optimizer.ema_decay is not None else config.train.average_checkpoints
+    count = min(wanted, len(complete_steps(run / "checkpoints")))
     averaged, steps = average_run(run, count, warn=report.warn)
     # From the files, so that what is scored is what will translate.
-    translator = Translator.load(averaged, warn=report.warn)
+    translator = Translator.load(averaged, warn=report.warn, mesh=mesh)
     split, text = ("dev", splits.dev) if splits.test is None else ("test", splits.test)
     pairs = list(text)
-    report.say(f"scoring    {len(pairs):,} sentences of {text.name}, mean of checkpoints {', '.join(map(str, steps))}")
-    hypotheses, scores = score_pairs(translator, pairs, config.data.target_language)
+    named = text.name if split == "test" else f"{text.name}, dev (no test text was given)"
+    report.say(f"scoring    {len(pairs):,} sentences of {named}, mean of checkpoints {', '.join(map(str, steps))}")
+    with report.counting("scoring", len(pairs)) as on_progress:
+        hypotheses, scores = score_pairs(translator, pairs, config.data.target_language, on_progress)
     page = [""]
     for (source, target), hypothesis in list(zip(pairs, hypotheses, strict=True))[:_SHOWN]:
         page += [f"source      {source}", f"translation {hypothesis}", f"reference   {target}", ""]
-    title = f"{run} on {text.name} ({config.data.source_language} to {config.data.target_language})"
-    page += scores_table(scores, title).splitlines()
+    direction = f"{config.data.source_language}-{config.data.target_language}"
+    perplexity = reference_perplexity(translator, pairs, report.warn)
+    page += Evaluation(str(run), named, direction, scores, perplexity).table().splitlines()
     return page, {
         "split": split,
+        "test_set": text.name,
+        "direction": direction,
         "scores": dataclasses.asdict(scores),
+        "perplexity": perplexity and dataclasses.asdict(perplexity),
         "averaged_steps": steps,
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}, {os.cpu_count()} processors",
         "jax": jax.__version__,

@@ -1,4 +1,4 @@
-"""What may come between: SIGINT and SIGTERM end a run between two updates, and one process trains in a folder."""
+"""What may come between: SIGINT and SIGTERM end a run between two updates, and one command trains in a folder."""
 
 import contextlib
 import os
@@ -10,13 +10,19 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
 from transformer_jax.errors import UserError
+from transformer_jax.parallel.mesh import replicated
+from transformer_jax.parallel.processes import gathered
 
 
 class Interruption:
     """A context in which the first signal only sets `asked`; leaving it then exits with 128 + the signal's number.
 
-    A second SIGINT ends at once, as Python does.
+    A second SIGINT ends at once, as Python does. With several processes, a signal at one of them counts for all.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -29,6 +35,11 @@ class Interruption:
             raise KeyboardInterrupt
         self.asked = number
 
+    def agreed(self) -> bool:
+        """Whether a signal has come to any process; all wait for one another and get one answer."""
+        self.asked = max(int(asked) for asked in gathered(str(self.asked or 0))) or None
+        return self.asked is not None
+
     def __enter__(self) -> "Interruption":
         if threading.current_thread() is threading.main_thread():
             self._handlers = {n: signal.signal(n, self._handle) for n in (signal.SIGINT, signal.SIGTERM)}
@@ -39,11 +50,38 @@ class Interruption:
     ) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        if error is None and self.asked is not None:
+        if error is not None:
+            return
+        if self.agreed():  # one may have come after the last update
+            assert self.asked is not None
             self._say(
                 f"stopped by {signal.Signals(self.asked).name}: the checkpoint is safe, run the command again to go on"
             )
             sys.exit(128 + self.asked)
+
+
+class Agreement:
+    """Lets all processes of a run know of a signal at the same update, though it reaches them at different ones.
+
+    Each update every process passes its own signal's number in, and reads the greatest of the update before, which the
+    devices have found meanwhile: one integer in an all-reduce, and nobody waits for it.
+    """
+
+    def __init__(self, mesh: Mesh, interruption: Interruption) -> None:
+        self._interruption = interruption
+        self._devices = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._count = mesh.size
+        self._greatest = jax.jit(lambda numbers: numbers.max(), out_shardings=replicated(mesh))
+        self._before: jax.Array | None = None
+
+    def reached(self) -> bool:
+        """Whether the run is to stop after this update; every process calls this once in each, and gets one answer."""
+        if jax.process_count() == 1:
+            return self._interruption.asked is not None
+        mine = np.array([self._interruption.asked or 0], np.int32)
+        numbers = jax.make_array_from_callback((self._count,), self._devices, lambda index: mine)
+        before, self._before = self._before, self._greatest(numbers)
+        return before is not None and int(before) != 0
 
 
 @contextlib.contextmanager

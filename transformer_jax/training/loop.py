@@ -6,56 +6,83 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from transformer_jax.checkpointing.checkpoint_files import as_local_folder
 from transformer_jax.checkpointing.checkpoints import Checkpoints
 from transformer_jax.config import Config
-from transformer_jax.data.batches import PlannedBatch, assemble, batches_from
+from transformer_jax.data.batches import PlannedBatch, Shape, batches_from
+from transformer_jax.data.prefetch import Prefetched
 from transformer_jax.errors import UserError
-from transformer_jax.ops.masks import BOS
+from transformer_jax.parallel.chips import peak_flops
 from transformer_jax.parallel.compilation_cache import enable_compilation_cache
-from transformer_jax.parallel.mesh import make_mesh, replicated, rows_sharding
+from transformer_jax.parallel.mesh import make_mesh, replicated, row_shares
+from transformer_jax.parallel.processes import first_alone, is_first, require_alike, require_members
+from transformer_jax.parallel.rules import placed_shapes, shardings
 from transformer_jax.training.evaluating import validate
+from transformer_jax.training.faults import Fault, write_fault
 from transformer_jax.training.finishing import finish
-from transformer_jax.training.interruption import Interruption, only_process
+from transformer_jax.training.interruption import Agreement, Interruption, only_process
 from transformer_jax.training.metrics import MetricsWriter
-from transformer_jax.training.preparation import Prepared, prepare
+from transformer_jax.training.opening import opening
+from transformer_jax.training.placing import place
+from transformer_jax.training.preparation import Prepared, prepare, started_with
+from transformer_jax.training.profiling import Compilations, Profile
 from transformer_jax.training.reporting import Reporter
-from transformer_jax.training.state import TrainState, all_finite, init_state, make_optimizer
+from transformer_jax.training.state import (
+    all_finite,
+    evaluated_params,
+    from_checkpoint,
+    init_state,
+    make_optimizer,
+    to_checkpoint,
+)
 from transformer_jax.training.step import make_loss_step, make_train_step
-from transformer_jax.training.throughput import Throughput
+from transformer_jax.training.throughput import COMPILING, DATA, DEVICE, SAVING, Throughput, memory
+
+# Batches planned ahead: two seconds of a fast accelerator, which is what a new epoch of 36 million pairs takes.
+_AHEAD = 64
 
 
-def train(config: Config, workdir: str | os.PathLike[str]) -> None:
+def train(config: Config, workdir: str | os.PathLike[str], *, profile: range | None = None) -> None:
     """Trains the run in `workdir` to train.steps, from its newest sound checkpoint if it has one.
 
     Run again after any end, it goes on as if it had never stopped: same batches, same dropout, same parameters. A
-    finished run prints its scores.
+    finished run prints its scores. Of several processes (`parallel.processes`) each calls this alike; the first speaks
+    and writes, a trace of the updates in `profile` among the rest.
 
     Raises:
         UserError: a faulty configuration, text or folder, or a loss or gradient that is not finite.
         SystemExit: 130 or 143 after SIGINT or SIGTERM, when the checkpoint is safe.
     """
-    folder = pathlib.Path(workdir)
+    folder = as_local_folder(workdir)
     enable_compilation_cache()
     mesh = make_mesh(config.mesh)
-    with Reporter() as report, only_process(folder):
-        prepared = prepare(config, folder, mesh.size, report.say)
-        report.attach(folder)
+    require_members(mesh)
+    require_alike(started_with(config))
+    with Reporter() as report, only_process(folder) if is_first() else contextlib.nullcontext():
+        report.console.quiet = not is_first()
+        with report.during("preparing text"), first_alone("preparing text"):
+            prepared = prepare(config, folder, report.say)
+        require_alike(prepared.identity)
+        if is_first():
+            report.attach(folder)
         checkpoints = Checkpoints(
             folder / "checkpoints",
             keep=prepared.config.train.keep_checkpoints,
+            keep_every=prepared.config.train.keep_every,
             warn=report.warn,
             scheduled=prepared.config.train.saves_at,
         )
         with contextlib.closing(checkpoints), jax.set_mesh(mesh):
-            run = _Run(prepared, folder, mesh, checkpoints, report)
-            run.update_until_done()
-        finish(prepared, folder, run.facts(), report)
+            with report.during("making or restoring the parameters"):
+                run = _Run(prepared, folder, mesh, checkpoints, report)
+            run.update_until_done(profile if is_first() else None)
+        finish(prepared, folder, mesh, run.facts(), report)
 
 
 class _Run:
@@ -70,20 +97,27 @@ class _Run:
         optimizer = make_optimizer(self.config.optimizer, model.d_model, train.steps)
         self.train_step = make_train_step(self.config, optimizer, mesh)
         self.loss_step = make_loss_step(self.config, mesh)
-        self.all_finite = jax.jit(all_finite)
+        self.all_finite = jax.jit(all_finite, out_shardings=replicated(mesh))
+        self.row_multiple = row_shares(mesh) * train.accumulate
         self.seconds = 0.0
         self.epoch = self.index = 0
+        self.compiled: set[Shape] = set()
         # Nothing is made on one device that belongs on others; a restored run makes nothing at all.
-        init = jax.jit(lambda: init_state(model, optimizer, train.seed), out_shardings=replicated(mesh))
-        restored = checkpoints.restore(jax.eval_shape(init)._asdict())
+        abstract = jax.eval_shape(lambda: init_state(model, optimizer, train.seed))
+        init = jax.jit(lambda: init_state(model, optimizer, train.seed), out_shardings=shardings(abstract, mesh))
+        restored = checkpoints.restore(to_checkpoint(placed_shapes(abstract, mesh)))
         if restored is None:
             self.state = init()
+            self.unvalidated = False
         else:
-            self.state = TrainState(**restored.state)
+            self.state = from_checkpoint(restored.state)
             self._go_on(restored.extra)
+            self.unvalidated = train.evaluates_at(restored.step) and restored.score is None
         self.step = int(self.state.step)
+        require_alike({"newest sound checkpoint": str(self.step)})
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(self.state.params))
-        self._describe()
+        for line in opening(prepared, self.state.params, mesh, self.row_multiple):
+            report.say(line)
 
     def facts(self) -> dict[str, Any]:
         """What results.json says of the training."""
@@ -92,104 +126,131 @@ class _Run:
     def _go_on(self, extra: Mapping[str, Any]) -> None:
         self.epoch, self.index, self.seconds = extra["epoch"], extra["index"], extra["seconds"]
         self.report.say(f"going on from update {int(self.state.step):,}")
-        before, now = extra["rows"], self._rows()
-        if before != now:
-            self.index = self.index * sum(before) // sum(now)
-            self.report.warn(
-                f"on {self.mesh.size} devices a batch has {now} rows, where it had {before}: the run goes on at much "
-                f"the same place of epoch {self.epoch}, but not with the same batches"
-            )
 
-    def _rows(self) -> list[int]:
-        return [shape.rows for shape in self.prepared.plan.shapes]
-
-    def _describe(self) -> None:
-        plan, report = self.prepared.plan, self.report
-        dev_plan = self.prepared.dev_plan
-        batches = plan.epoch(0)
-        shapes = ", ".join(f"{s.rows} x ({s.source_width} + {s.target_width})" for s in plan.shapes)
-        report.say(
-            f"model      {self.parameters:,} parameters on {self.mesh.size} {jax.devices()[0].device_kind} device(s)"
-        )
-        report.say(
-            f"text       {self.prepared.splits.train.name}: {len(plan.kept):,} pairs of {len(plan.lengths):,} "
-            f"({plan.dropped:,} blank or longer than data.max_length)"
-        )
-        report.say(
-            f"dev        {self.prepared.splits.dev.name}: loss over {len(dev_plan.kept):,} pairs of "
-            f"{len(dev_plan.lengths):,}, the first "
-            f"{min(self.config.train.evaluate_sentences, len(dev_plan.lengths)):,} translated"
-        )
-        report.say(
-            f"batches    {len(batches):,} an epoch, fill {plan.fill(batches):.1%}, "
-            f"{len(plan.shapes)} static shape(s), rows x (source + target): {shapes}"
-        )
-
-    def update_until_done(self) -> None:
-        """Makes the updates that remain."""
-        if self.step >= self.config.train.steps:
+    def update_until_done(self, profile: range | None) -> None:
+        """Makes the updates that remain, those of `profile` recorded."""
+        if self.step >= self.config.train.steps and not self.unvalidated:
             return
-        writer = MetricsWriter(self.folder, self.step)
+        writer = MetricsWriter(self.folder, self.step) if is_first() else None
         self.report.say(f"training   to update {self.config.train.steps:,}; compiling the first")
         self.report.start(self.step, self.config.train.steps)
+        planned = batches_from(self.prepared.plan, self.epoch, self.index)
         try:
-            with Interruption(self.report.say) as interruption:
-                self._update(writer, interruption)
-                self.checkpoints.wait()
+            with (
+                Interruption(self.report.say) as interruption,
+                Prefetched(planned, _AHEAD) as batches,
+                Profile(profile, self.folder / "profile", self.report.say) as recorder,
+                Compilations() as compilations,
+            ):
+                self._update(writer, interruption, batches, recorder, compilations)
+                with self.report.during(SAVING):
+                    self.checkpoints.wait()
         finally:
-            writer.close()
+            if writer is not None:
+                writer.close()
             self.report.stop()
 
-    def _update(self, writer: MetricsWriter, interruption: Interruption) -> None:
-        train = self.config.train
-        clock = Throughput(self.prepared.plan.lengths)
-        running: collections.deque[tuple[int, PlannedBatch, Any]] = collections.deque()
-        batches = batches_from(self.prepared.plan, self.epoch, self.index)
-        rows = rows_sharding(self.mesh)
+    def _update(
+        self,
+        writer: MetricsWriter | None,
+        interruption: Interruption,
+        batches: Iterator[tuple[int, int, PlannedBatch]],
+        recorder: Profile,
+        compilations: Compilations,
+    ) -> None:
+        train, during = self.config.train, self.report.during
+        clock = self._clock()
+        running: collections.deque[tuple[int, PlannedBatch, Any, bool]] = collections.deque()
+        agreement = Agreement(self.mesh, interruption)
+        if self.unvalidated:
+            self._save(self._validate(writer), clock, writer)
         while self.step < train.steps:
-            self.epoch, self.index, planned = next(batches)
-            batch = jax.device_put(assemble(planned, self.prepared.train, bos_id=BOS), rows)
-            self.state, metrics = self.train_step(self.state, batch)
+            with during(DATA):
+                self.epoch, self.index, planned = next(batches)
+            before = compilations.count
+            phase = "starting an update" if planned.shape in self.compiled else COMPILING
+            with during(phase), recorder.update(self.step + 1):
+                batch = place(planned, self.prepared.train, self.mesh, parts=train.accumulate)
+                self.state, metrics = self.train_step(self.state, batch)
             self.step += 1
-            running.append((self.step, planned, metrics))
+            running.append((self.step, planned, metrics, compilations.count > before))
             evaluate = train.evaluates_at(self.step)
-            save = train.saves_at(self.step) or interruption.asked is not None
+            stop = agreement.reached()
+            save = train.saves_at(self.step) or stop
             # One update stays in flight: the host looks at the one before while the device works.
-            while len(running) > (0 if save else 1):
-                self._record(*running.popleft(), clock, writer)
-            score = self._validate(writer) if evaluate else None
+            while len(running) > (0 if save or recorder.bounds(self.step) else 1):
+                self._record(*running.popleft(), clock, writer, compilations.count)
+            recorder.after(self.step)
+            # A run that is to stop has no time for it: the next command validates first.
+            score = self._validate(writer) if evaluate and not stop else None
             if save:
-                self._save(score, clock)
-                if interruption.asked is not None:
+                self._save(score, clock, writer)
+                if stop or interruption.agreed():
                     break
-            if evaluate:
-                clock.restart()
         self.seconds += clock.total()
 
-    def _record(self, step: int, planned: PlannedBatch, metrics: Any, clock: Throughput, writer: MetricsWriter) -> None:
+    def _clock(self) -> Throughput:
+        peak = peak_flops(jax.devices()[0].device_kind)
+        return Throughput(
+            self.prepared.plan.lengths,
+            self.config.model,
+            self.report.seconds,
+            peak=peak and peak * self.mesh.size,
+            row_multiple=self.row_multiple,
+        )
+
+    def _record(
+        self,
+        step: int,
+        planned: PlannedBatch,
+        metrics: Any,
+        compiled: bool,
+        clock: Throughput,
+        writer: MetricsWriter | None,
+        compilations: int,
+    ) -> None:
         """Waits for an update and looks at its numbers."""
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        for name in ("loss", "gradient_norm"):
-            if not math.isfinite(values[name]):
-                self._stop_at(step, planned, name, values)
-        if clock.count(planned):
-            shape = planned.shape
-            self.report.say(
-                f"compiled   {shape.rows} x ({shape.source_width} + {shape.target_width}); "
-                f"update {step:,} done after {clock.total():.1f} s"
-            )
+        with self.report.during(DEVICE):
+            values = {name: value.item() for name, value in jax.device_get(metrics).items()}
+        if values["skipped_in_row"]:
+            self._skipped(Fault.of(step, planned, values), planned, values["skipped_in_row"])
+        if compiled:
+            self._say_compiled(step, planned.shape, clock.total())
+            clock.restart()
+        else:
+            clock.count(planned)
         values |= clock.rates()
         self.report.progress(step, self.config.train.steps, values)
         if step % self.config.train.log_every == 0 or step == self.config.train.steps:
-            writer.write(step, values)
+            if writer is not None:
+                writer.write(step, values | memory() | {"compilations": compilations})
             clock.restart()
 
-    def _stop_at(self, step: int, planned: PlannedBatch, name: str, values: Mapping[str, float]) -> None:
-        lines = ", ".join(str(i + 1) for i in planned.examples[:5])
+    def _say_compiled(self, step: int, shape: Shape, seconds: float) -> None:
+        named = f"{shape.rows} x ({shape.source_width} + {shape.target_width})"
+        if shape in self.compiled:
+            self.report.warn(
+                f"update {step:,}: the train step was compiled again for batches of {named}, which it had a program for"
+            )
+        else:
+            self.report.say(f"compiled   {named}; update {step:,} done after {seconds:.1f} s")
+        self.compiled.add(shape)
+
+    def _skipped(self, fault: Fault, planned: PlannedBatch, in_row: int) -> None:
+        """Says so, or ends the run; the state still has the parameters that the update failed with."""
+        limit = self.config.train.skip_limit
+        if in_row < limit:
+            self.report.warn(f"update {fault.step:,} is skipped: {fault}")
+            return
+        dump = self.folder / f"fault-{fault.step}"
+        found = f"`transformer-jax diagnose {dump}` works through it again"
+        try:
+            write_fault(dump, fault, self.config, planned, self.prepared.train, self.state.params)
+        except UserError as error:
+            found = f"it is not kept for `transformer-jax diagnose`, as {error}"
         raise UserError(
-            f"update {step}: the {name.replace('_', ' ')} is {values[name]} at learning rate "
-            f"{values['learning_rate']:.3g}, on pairs {lines} and {max(len(planned.examples) - 5, 0)} more of the "
-            f"training text; {self._mend()}"
+            f"update {fault.step}, the last of {limit} skipped in a row (train.skip_limit): {fault}; "
+            f"{found}; {self._mend()}"
         )
 
     def _mend(self) -> str:
@@ -200,24 +261,14 @@ class _Run:
             "lower optimizer.learning_rate (or its factor), or raise optimizer.warmup_steps, in another --workdir"
         )
 
-    def _validate(self, writer: MetricsWriter) -> float:
+    def _validate(self, writer: MetricsWriter | None) -> float:
         start = time.monotonic()
-        found = validate(self.prepared, self.state.params, self.loss_step, self.report.warn)
+        found = validate(self.prepared, evaluated_params(self.state), self.mesh, self.loss_step, self.report)
         if not math.isfinite(found.nll):
             raise UserError(f"update {self.step}: the loss of the dev text is {found.nll} after it; {self._mend()}")
         seconds = time.monotonic() - start
-        writer.write(
-            self.step,
-            {
-                "dev_nll": found.nll,
-                "dev_perplexity": found.perplexity,
-                "dev_bleu": found.scores.bleu,
-                "dev_chrf": found.scores.chrf,
-                "dev_sentences": found.scores.sentences,
-                "dev_signature": found.scores.bleu_signature,
-                "validation_seconds": seconds,
-            },
-        )
+        if writer is not None:
+            writer.write(self.step, {**found.as_metrics(), "validation_seconds": seconds})
         self.report.say(
             f"update {self.step:<6,} dev loss {found.nll:.3f}  perplexity {found.perplexity:.2f}  "
             f"BLEU {found.scores.bleu:.2f}  chrF2 {found.scores.chrf:.2f}  ({found.scores.sentences} sentences, beam "
@@ -225,14 +276,18 @@ class _Run:
         )
         return found.scores.bleu
 
-    def _save(self, score: float | None, clock: Throughput) -> None:
-        if not self.all_finite(self.state.params):
+    def _save(self, score: float | None, clock: Throughput, writer: MetricsWriter | None) -> None:
+        with self.report.during(DEVICE):
+            finite = bool(self.all_finite((self.state.params, evaluated_params(self.state))))
+        if not finite:
             raise UserError(f"update {self.step}: parameters are not finite after it; {self._mend()}")
         extra = {
             "epoch": self.epoch,
             "index": self.index,
-            "rows": self._rows(),
             "seconds": self.seconds + clock.total(),
             **self.prepared.identity,
         }
-        self.checkpoints.save(self.step, self.state._asdict(), extra, score=score)
+        with self.report.during(SAVING):
+            if writer is not None:
+                writer.sync()
+            self.checkpoints.save(self.step, to_checkpoint(self.state), extra, score=score)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import pathlib
 import threading
 from collections.abc import Mapping
@@ -39,9 +40,18 @@ class MetricsWriter:
             raise UserError(
                 f"{self._path}: cannot be written ({error.strerror or error}); free space there, then run again"
             ) from error
-        self._waiting.append((step, {k: v for k, v in values.items() if isinstance(v, int | float)}))
+        # tensorboardX warns of numbers that are not finite; metrics.jsonl has null for them.
+        numbers = {k: v for k, v in values.items() if isinstance(v, int | float) and math.isfinite(v)}
+        self._waiting.append((step, numbers))
         if not self._opening.is_alive():
             self._flush()
+
+    def sync(self) -> None:
+        """Puts all lines on the disk, before the checkpoint that follows them: a machine may fail, too."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise UserError(f"{self._path}: cannot be written ({error.strerror or error}); free space there") from error
 
     def _flush(self) -> None:
         for step, numbers in self._waiting:

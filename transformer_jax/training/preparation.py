@@ -1,18 +1,25 @@
 """From a configuration to everything a run needs before its first update: tokenizer, tokenized text, batch plan."""
 
 import dataclasses
+import hashlib
 import os
 import pathlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import jax
+
+import transformer_jax
 from transformer_jax.checkpointing.checkpoints import read_extra
 from transformer_jax.config import Config
 from transformer_jax.data.batches import BatchPlan, plan_batches
+from transformer_jax.data.readings import Readings
 from transformer_jax.data.sources import ParallelText, Splits, load_splits
 from transformer_jax.data.store import TokenStore, build_store
 from transformer_jax.data.tokenizer import Tokenizer
+from transformer_jax.data.vocabulary import learn_vocabulary
 from transformer_jax.errors import UserError
+from transformer_jax.parallel.processes import is_first, require_shared
 from transformer_jax.translation.run_folder import with_vocabulary
 
 # Fields that may differ between a run and the command that continues it: none changes an update.
@@ -51,34 +58,53 @@ class Prepared:
         return {"tokenizer": self.tokenizer.digest, "text": self.train.folder.name}
 
 
-def prepare(config: Config, workdir: pathlib.Path, devices: int, say: Callable[[str], None]) -> Prepared:
+def prepare(config: Config, workdir: pathlib.Path, say: Callable[[str], None]) -> Prepared:
     """Makes or opens a run's folder: tokenizer.model, tokenized text and, when all is checked, config.json.
 
     What an earlier command made is used again. A folder without a checkpoint holds no run yet: what a command that
-    failed early has left there does not bind the next one.
+    failed early has left there does not bind the next one. Of several processes the first writes; the others call this
+    after it.
 
     Raises:
         UserError: faulty text or files, or a folder that holds a run of another configuration, tokenizer or text.
     """
+    if not is_first():
+        require_shared(workdir / "tokenizer.model")
+        require_shared(workdir / "config.json")
     begun = _has_begun(workdir)
     if begun:
         require_same_run(stored_config(workdir), config, workdir)
-    splits = load_splits(config.data)
+    folder = pathlib.Path(config.data.cache_dir) if config.data.cache_dir else workdir / "data"
+    readings = Readings(folder / "files.json")
+    splits = load_splits(config.data, readings)
     for note in splits.notes:
         say(note)
-    tokenizer = _tokenizer(config, workdir, begun, splits.train, say)
+    tokenizer = _tokenizer(config, workdir, begun, splits.train, folder, say)
     config = dataclasses.replace(config, model=with_vocabulary(config.model, tokenizer))
-    folder = pathlib.Path(config.data.cache_dir) if config.data.cache_dir else workdir / "data"
     train, dev = (build_store(text, tokenizer, folder) for text in (splits.train, splits.dev))
     plan, dev_plan = (
-        plan_batches(store.lengths, config.data, seed=config.train.seed, row_multiple=devices, name=text.name)
+        plan_batches(store.lengths, config.data, seed=config.train.seed, name=text.name)
         for store, text in ((train, splits.train), (dev, splits.dev))
     )
+    readings.save()
     prepared = Prepared(config, tokenizer, splits, train, dev, plan, dev_plan)
     if begun:
         _require_same_text(prepared, workdir)
-    write_whole(workdir / "config.json", config.to_json())
+    if is_first():
+        write_whole(workdir / "config.json", config.to_json())
     return prepared
+
+
+def started_with(config: Config) -> dict[str, str]:
+    """Digests of what all processes of a run must have been started with."""
+    code = hashlib.sha256()
+    for path in sorted(pathlib.Path(transformer_jax.__file__).parent.rglob("*.py")):
+        code.update(path.read_bytes())
+    return {
+        "configuration": hashlib.sha256(config.to_json().encode()).hexdigest(),
+        "version of jax": jax.__version__,
+        "version of the package": code.hexdigest(),
+    }
 
 
 def _has_begun(workdir: pathlib.Path) -> bool:
@@ -154,11 +180,16 @@ def write_whole(path: pathlib.Path, text: str) -> None:
 
 
 def _tokenizer(
-    config: Config, workdir: pathlib.Path, begun: bool, text: ParallelText, say: Callable[[str], None]
+    config: Config,
+    workdir: pathlib.Path,
+    begun: bool,
+    text: ParallelText,
+    folder: pathlib.Path,
+    say: Callable[[str], None],
 ) -> Tokenizer:
     path = workdir / "tokenizer.model"
     given = Tokenizer.load(config.data.tokenizer) if config.data.tokenizer else None
-    if begun and path.exists():
+    if path.exists() and (begun or not is_first()):
         tokenizer = Tokenizer.load(path)
         if given is not None and given.digest != tokenizer.digest:
             raise UserError(
@@ -168,10 +199,6 @@ def _tokenizer(
     if given is not None:
         given.save(path)
         return given
-    tokenizer = Tokenizer.train(
-        text.sentences(), path, vocab_size=config.data.vocab_size, model_type=config.data.tokenizer_type
-    )
-    say(f"tokenizer  {tokenizer.size:,} word pieces ({config.data.tokenizer_type}) learned from {text.name}")
-    if tokenizer.size < config.data.vocab_size:
-        say(f"           the text gives no more: data.vocab_size asked for {config.data.vocab_size:,}")
+    tokenizer = learn_vocabulary(text, config.data, folder, say)
+    tokenizer.save(path)
     return tokenizer

@@ -56,14 +56,17 @@ def width_for(length: int, longest: int | None = None) -> int:
     return width if longest is None else max(length, min(width, longest))
 
 
-def rows_for(width: int, batch_tokens: int, amount: Amount) -> int:
-    """Rows of a batch of that width: as many as `batch_tokens` padded pieces allow, at least one."""
+def rows_for(width: int, batch_tokens: int, amount: Amount, shares: int = 1) -> int:
+    """Rows of a batch of that width: as many as `batch_tokens` padded pieces allow, at least one.
+
+    Where there are many sentences, so many for each of the `shares` of a mesh.
+    """
     most = {"one": 1, "few": FEW_ROWS, "many": MOST_ROWS}[amount]
-    return max(1, min(most, batch_tokens // width))
+    return max(1, min(most, batch_tokens // width)) * (shares if amount == "many" else 1)
 
 
 def plan(
-    lengths: Sequence[int], *, batch_tokens: int, amount: Amount, longest: int | None = None
+    lengths: Sequence[int], *, batch_tokens: int, amount: Amount, longest: int | None = None, shares: int = 1
 ) -> Iterator[SourceBatch]:
     """Every sentence once, in batches of equal or falling width.
 
@@ -72,12 +75,13 @@ def plan(
         batch_tokens: padded pieces of a batch at most, unless one sentence alone has more.
         amount: sets the number of rows; `amount_of` all that are to come, not of this part alone.
         longest: no sentence has more pieces; the widest width.
+        shares: into how many parts a mesh cuts the rows.
     """
     # Stable, so that the plan does not depend on how numpy sorts equal lengths.
     order = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
     start = 0
     while start < len(order):
         width = width_for(lengths[order[start]], longest)
-        rows = rows_for(width, batch_tokens, amount)
+        rows = rows_for(width, batch_tokens, amount, shares)
         yield SourceBatch(rows, width, order[start : start + rows])
         start += rows

@@ -10,16 +10,19 @@ from typing import Any, overload
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from transformer_jax.config import Config, SearchConfig
 from transformer_jax.data.text import is_blank
 from transformer_jax.data.tokenizer import Tokenizer
 from transformer_jax.errors import UserError
 from transformer_jax.ops.masks import EOS
+from transformer_jax.parallel.mesh import row_shares
 from transformer_jax.search.beam import SearchResult
 from transformer_jax.translation.batching import Amount, SourceBatch, amount_of, plan
 from transformer_jax.translation.results import BLANK, Score, Translation, piece_names, translations_of
 from transformer_jax.translation.run_folder import Step, read_run, with_vocabulary
+from transformer_jax.translation.sharing import on_devices_of, run_shared
 from transformer_jax.translation.translate import Params, make_score, make_translate
 
 WINDOW = 2048
@@ -46,6 +49,8 @@ class Translator:
         warn: takes one sentence for each line that was cut.
         step: updates that made the parameters, if known.
         note: which parameters these are, for people.
+        mesh: its devices share out the sentences; every process of the run must call then, with the same lines, and
+            gets all translations. None: the device that the parameters lie on.
 
     Raises:
         UserError: the tokenizer's control pieces have other ids than this package's, or it has more pieces than
@@ -61,13 +66,15 @@ class Translator:
         warn: Callable[[str], None] = warn_on_stderr,
         step: int | None = None,
         note: str = "",
+        mesh: Mesh | None = None,
     ) -> None:
         self.config = dataclasses.replace(config, model=with_vocabulary(config.model, tokenizer))
+        self._mesh = mesh
         self.tokenizer = tokenizer
         self.step = step
         self.note = note
         # Arrays that are on devices already stay where they are.
-        self._params: Params = jax.device_put(params)
+        self._params: Params = jax.device_put(params) if mesh is None else on_devices_of(mesh, params)
         self._warn = warn
 
     @classmethod
@@ -77,6 +84,7 @@ class Translator:
         *,
         step: Step = None,
         warn: Callable[[str], None] = warn_on_stderr,
+        mesh: Mesh | None = None,
     ) -> "Translator":
         """The model of a run's folder, which needs nothing outside of it; `.step` and `.note` say what was taken.
 
@@ -86,17 +94,18 @@ class Translator:
                 None: the averaged model if it was made at the newest checkpoint's step, which is the run's end; else
                 as "best".
             warn: takes one sentence for each damaged checkpoint that was passed over, and for each line that was cut.
+            mesh: as for `Translator`.
 
         Raises:
             UserError: no run there, no checkpoint yet, no such step, a checkpoint of another configuration or
                 tokenizer, or a damaged file.
         """
         run = read_run(path, step, warn)
-        return cls(run.config, run.params, run.tokenizer, warn=warn, step=run.step, note=run.note)
+        return cls(run.config, run.params, run.tokenizer, warn=warn, step=run.step, note=run.note, mesh=mesh)
 
     def with_params(self, params: Params, *, step: int | None = None, note: str = "") -> "Translator":
         """The same translator with other parameters; nothing is compiled again."""
-        return Translator(self.config, params, self.tokenizer, warn=self._warn, step=step, note=note)
+        return Translator(self.config, params, self.tokenizer, warn=self._warn, step=step, note=note, mesh=self._mesh)
 
     @overload
     def __call__(self, lines: str) -> str: ...  # type: ignore[overload-overlap]  # a str is an Iterable[str] too
@@ -227,8 +236,9 @@ class Translator:
             batch_tokens=search.batch_tokens,
             amount=amount,
             longest=search.max_source_length,
+            shares=self._shares,
         ):
-            running.append((batch, program(self._params, batch.array(sources))))
+            running.append((batch, self._call(program, batch.array(sources))))
             if len(running) > 1:
                 yield running.popleft()
         yield from running
@@ -252,15 +262,25 @@ class Translator:
             batch_tokens=max(1, search.batch_tokens // SCORE_SHARE),
             amount=amount,
             longest=longest,
+            shares=self._shares,
         )
         scores: dict[int, Score] = {}
         for batch in batches:
-            log_probs = np.asarray(program(self._params, batch.array(source_ids), batch.array(target_ids)))
+            log_probs = np.asarray(self._call(program, batch.array(source_ids), batch.array(target_ids)))
             for row, member in enumerate(batch.members):
                 ids = target_ids[member]
                 values = log_probs[row, : len(ids)].tolist()
                 scores[member] = Score(sum(values), tuple(zip(piece_names(ids, self.tokenizer), values, strict=True)))
         return (scores[i] for i in range(len(sources)))
+
+    @property
+    def _shares(self) -> int:
+        return 1 if self._mesh is None else row_shares(self._mesh)
+
+    def _call(self, program: Callable[..., Any], *arrays: np.ndarray) -> Any:
+        if self._mesh is None:
+            return program(self._params, *arrays)
+        return run_shared(program, self._params, arrays, self._mesh)
 
     def _encode(self, lines: Sequence[str], start: int, longest: int) -> list[list[int]]:
         """Word pieces of lines `start` + 1 and on, EOS last, cut to `longest`."""
