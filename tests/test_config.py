@@ -104,13 +104,14 @@ def test_table_3_base_is_the_default_but_for_the_vocabulary_the_corpus_and_avera
         "model.dtype": "bfloat16",
         "data.corpus": "tfds:wmt14_translate/de-en",
         "train.average_checkpoints": 1,
+        "train.evaluate_sentences": 3000,
     }
 
 
-@pytest.mark.parametrize("name", ["base", "base.py:en-fr", "big", "big.py:en-fr"])
+@pytest.mark.parametrize("name", ["base", "base.py:fr", "big", "big.py:fr"])
 def test_models_of_table_2_average_as_many_checkpoints_as_the_paper(name):
     config = load_config(str(CONFIGS / (name if ":" in name else f"{name}.py")))
-    big, french = name.startswith("big"), name.endswith("en-fr")
+    big, french = name.startswith("big"), name.endswith("fr")
     assert config.train.steps == (300_000 if big else 100_000)
     assert config.train.average_checkpoints == (20 if big else 5)
     assert config.model.dropout == (0.3 if big and not french else 0.1)
@@ -119,7 +120,7 @@ def test_models_of_table_2_average_as_many_checkpoints_as_the_paper(name):
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.py")), ids=lambda file: file.name)
 def test_every_configuration_file_loads_and_survives_json(file):
-    spec = f"{file}:base" if file.name == "table3.py" else str(file)
+    spec = str(file) + {"table3.py": ":base", "presets.py": ":paper"}.get(file.name, "")
     config = load_config(spec)
     assert Config.from_json(config.to_json(), "config.json") == config
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from small_models import QUICK, small_config
 
+from transformer_jax.ablation.table import load_rows
 from transformer_jax.config_loading import load_config
 from transformer_jax.model.layers import MultiHeadAttention
 from transformer_jax.model.transformer import Transformer
@@ -69,17 +70,22 @@ def test_norms_start_at_one_and_biases_at_zero(initialised):
     [
         ("base", 65.1), ("A1", 65.1), ("A2", 65.1), ("A3", 65.1), ("A4", 65.1), ("B1", 58.0), ("B2", 60.4),
         ("C1", 35.7), ("C2", 50.4), ("C3", 79.8), ("C4", 27.8), ("C5", 167.9), ("C6", 52.5), ("C7", 90.3),
+        ("D1", 65.1), ("D2", 65.1), ("D3", 65.1), ("D4", 65.1),
+        # Two tables of 1,024 learned positions.
+        ("E", 66.2),
         # Table 3 prints 213; no reading of the text gives it (docs/deviations.md).
         ("big", 218.3),
     ],
 )  # fmt: skip
 def test_parameter_counts_are_those_of_table_3(variant, millions):
-    """A1 to A4 have no count in the table: heads alone change nothing."""
+    """A, D and E have no count in the table: heads and rates alone change nothing."""
     config = load_config(f"{TABLE_3}:{variant}").model
     token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     shapes = jax.eval_shape(Transformer(config).init, jax.random.key(0), token, token)
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
     assert round(count / 1e6, 1) == pytest.approx(millions)
+    printed = {row.name: row.printed.millions for row in load_rows(TABLE_3)}[variant]
+    assert printed is None or variant == "big" or round(count / 1e6) == printed
 
 
 def test_multi_head_attention_has_the_documented_shapes():

@@ -1,15 +1,20 @@
 """A configuration from outside: a Python file with `get_config`, a run's config.json, and overrides on top."""
 
+import contextlib
 import difflib
 import importlib.util
+import os
 import pathlib
 import traceback
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from transformer_jax.config import Config
 from transformer_jax.config_fields import field_types, nearest, parse_value, replace
 from transformer_jax.errors import UserError
+
+T = TypeVar("T")
 
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
@@ -38,7 +43,7 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
     return override(config, overrides)
 
 
-def choose_variant(variants: Mapping[str, Config], variant: str) -> Config:
+def choose_variant(variants: Mapping[str, T], variant: str) -> T:
     """The entry of `variants` for the name after the colon: what a configuration file's `get_config` returns.
 
     Raises:
@@ -102,8 +107,21 @@ def _read(file: pathlib.Path) -> str:
         raise UserError(f"{file} cannot be read: {error}") from error
 
 
+def run_config_file(path: str | os.PathLike[str]) -> types.ModuleType:
+    """The module that a Python configuration file is.
+
+    Raises:
+        UserError: no such file, no Python, or a file that fails (names the line).
+    """
+    file = pathlib.Path(path)
+    if not file.is_file():
+        raise UserError(f"there is no configuration file {str(file)!r}")
+    with _blamed_on(file):
+        return _run_file(file)
+
+
 def _config_of_file(file: pathlib.Path, variant: str) -> Config:
-    try:
+    with _blamed_on(file):
         get_config = getattr(_run_file(file), "get_config", None)
         if not callable(get_config):
             raise UserError("it has no function get_config(variant) that returns a Config")
@@ -111,6 +129,12 @@ def _config_of_file(file: pathlib.Path, variant: str) -> Config:
         if not isinstance(config, Config):
             raise UserError(f"get_config({variant!r}) returned {type(config).__name__}, but must return a Config")
         return config
+
+
+@contextlib.contextmanager
+def _blamed_on(file: pathlib.Path) -> Iterator[None]:
+    try:
+        yield
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
     except Exception as error:  # whatever the user's own code raises is the user's to mend
