@@ -100,6 +100,7 @@ def decode_step(
 
 def reorder_beams(cache: DecodeCache, parents: Int[Array, "BM"]) -> DecodeCache:
     """The cache after hypothesis i has become a continuation of hypothesis parents[i] (indices into B * M)."""
-    batch, beams, max_length = cache.ancestry.shape
-    ancestry = cache.ancestry.reshape(batch * beams, max_length)[parents].reshape(batch, beams, max_length)
-    return cache._replace(ancestry=ancestry)
+    batch, beams, _ = cache.ancestry.shape
+    # By sentence: a gather from all rows would be exchanged between devices at every step.
+    own = parents.reshape(batch, beams) - beams * jnp.arange(batch)[:, None]
+    return cache._replace(ancestry=jnp.take_along_axis(cache.ancestry, own[..., None], axis=1))
