@@ -47,7 +47,7 @@ class UpperCase:
     called_with: ClassVar[dict] = {}
 
     @classmethod
-    def load(cls, path):
+    def load(cls, path, *, mesh):
         if path == "nowhere":
             raise UserError("there is no run in 'nowhere'")
         return cls()

@@ -8,12 +8,13 @@ import pathlib
 import subprocess
 import sys
 import textwrap
+from typing import Literal
 
 import pytest
 
 import transformer_jax.config
 from transformer_jax.config import Config, DataConfig, MeshConfig, ModelConfig, SearchConfig, TrainConfig
-from transformer_jax.config_fields import describe_type, field_types
+from transformer_jax.config_fields import describe_type, field_types, parse_value
 from transformer_jax.config_loading import load_config, override
 from transformer_jax.errors import UserError
 
@@ -323,3 +324,11 @@ def test_reading_a_configuration_imports_no_jax():
     """A job's launcher can check a configuration in a tenth of a second."""
     code = "import sys, transformer_jax.config_loading; sys.exit('jax' in sys.modules or 'tyro' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=CONFIGS.parent)
+
+
+def test_a_literal_may_be_none_too():
+    """Its type is a typing.Union where that of other unions is a types.UnionType."""
+    kind = Literal["post", "pre"] | None
+    assert (parse_value("pre", kind, "norm"), parse_value("none", kind, "norm")) == ("pre", None)
+    with pytest.raises(UserError, match="'post' or 'pre' or None"):
+        parse_value("mid", kind, "norm")

@@ -152,7 +152,8 @@ def describe_type(kind: Any) -> str:
 
 
 def _choices(kind: Any) -> tuple[Any, ...]:
-    return typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    # `Literal[...] | None` is a typing.Union before Python 3.14, other unions are a types.UnionType.
+    return typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
 
 
 def _last(name: str) -> str:

@@ -50,9 +50,10 @@ def run(argv: Sequence[str]) -> None:
     from transformer_jax.evaluation.bleu import corpus_scores
     from transformer_jax.evaluation.forced_decoding import reference_perplexity
     from transformer_jax.evaluation.report import Evaluation
+    from transformer_jax.parallel.mesh import all_devices
     from transformer_jax.translation.translator import Translator, warn_on_stderr
 
-    translator = Translator.load(options.run)
+    translator = Translator.load(options.run, mesh=all_devices())
     data = translator.config.data
     name, sources, references = _split(data, options.split) if own_text is None else (options.source, *own_text)
     found = translator.translate(sources, n_best=1, **given(options, "beam_size", "length_penalty", "batch_tokens"))

@@ -30,9 +30,10 @@ def run(argv: Sequence[str]) -> None:
     options = parse_options(Options, argv, "score")
     check_output(options.output, options.source, options.target)
     sources, targets = read_pairs(options.source, options.target)
+    from transformer_jax.parallel.mesh import all_devices
     from transformer_jax.translation.translator import Translator
 
-    scores = Translator.load(options.run).score(sources, targets)
+    scores = Translator.load(options.run, mesh=all_devices()).score(sources, targets)
     if options.json:
         write_lines(options.output, (json.dumps(dataclasses.asdict(score), ensure_ascii=False) for score in scores))
     else:

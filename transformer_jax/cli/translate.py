@@ -47,12 +47,14 @@ def run(argv: Sequence[str]) -> None:
     options = parse_options(Options, argv, "translate")
     lines = read_input(options.input)
     check_output(options.output, options.input)
+    from transformer_jax.parallel.mesh import all_devices
     from transformer_jax.translation.translator import Translator
 
     # The translator reads some thousand lines ahead; tee keeps the source text of those, and no more.
     lines, sources = itertools.tee(lines)
     search = given(options, "beam_size", "length_penalty", "n_best", "batch_tokens")
-    found = zip(sources, Translator.load(options.run).translate_stream(lines, **search), strict=True)
+    translator = Translator.load(options.run, mesh=all_devices())
+    found = zip(sources, translator.translate_stream(lines, **search), strict=True)
     write_lines(options.output, _json(found) if options.json else _text(found, options))
 
 

@@ -55,6 +55,11 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: math.prod(shape)])
 
 
+def all_devices() -> Mesh | None:
+    """A mesh that shares out rows over all devices; None where there is one, which needs none."""
+    return make_mesh(MeshConfig()) if jax.device_count() > 1 else None
+
+
 def row_shares(mesh: AnyMesh) -> int:
     """Into how many parts a batch's rows are cut: their number must be a multiple of it."""
     return math.prod(mesh.shape[axis] for axis in ROW_AXES)
