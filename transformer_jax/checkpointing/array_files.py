@@ -4,8 +4,12 @@ orbax reads a flipped bit as a number like any other, and a missing part of an a
 `checkpoint_files` keeps in a step's record, and that are compared here with what is read.
 """
 
+import contextlib
+import gc
 import itertools
+import logging
 import math
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -25,6 +29,36 @@ GROUP_BYTES = 16 * 2**20
 # orbax numbers the operations of a process: two saves at once, in two threads, take each other's folders for their own.
 _ONE_AT_A_TIME = threading.Lock()
 _BARRIERS = itertools.count()
+
+
+@contextlib.contextmanager
+def one_error_only() -> Iterator[None]:
+    """A context in which a write that fails says nothing but the error that it raises.
+
+    orbax logs the traceback of each of its writers when one fails, and those still at work then meet a closed event
+    loop, which Python prints, or end with an error that nobody asks for: 800 lines for a small model.
+    """
+    loggers, print_unraisable = (logging.getLogger("absl"), logging.getLogger("asyncio")), sys.unraisablehook
+
+    def is_told(record: logging.LogRecord) -> bool:
+        return "orbax" not in record.pathname and "never retrieved" not in record.getMessage()
+
+    def print_others(unraisable: "sys.UnraisableHookArgs") -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            print_unraisable(unraisable)
+
+    for logger in loggers:
+        logger.addFilter(is_told)
+    sys.unraisablehook = print_others
+    try:
+        yield
+    except Exception:
+        gc.collect()  # those errors are told of when they are collected
+        raise
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_told)
+        sys.unraisablehook = print_unraisable
 
 
 def stored_arrays(

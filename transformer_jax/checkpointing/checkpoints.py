@@ -15,7 +15,13 @@ from typing import Any
 import jax
 from etils import epath
 
-from transformer_jax.checkpointing.array_files import first_line, stored_arrays, wait_for_processes, write_arrays
+from transformer_jax.checkpointing.array_files import (
+    first_line,
+    one_error_only,
+    stored_arrays,
+    wait_for_processes,
+    write_arrays,
+)
 from transformer_jax.checkpointing.checkpoint_files import (
     AnyPath,
     DamagedError,
@@ -192,6 +198,13 @@ class Checkpoints:
             self._executor.shutdown()
 
     def _save(self, leaves: dict[str, Any], body: dict[str, Any]) -> None:
+        with one_error_only():
+            failure = self._failure_of_save(leaves, body)
+            if failure is not None:
+                # Without the error itself, which holds what its writers have to say until Python ends.
+                raise UserError(failure)
+
+    def _failure_of_save(self, leaves: dict[str, Any], body: dict[str, Any]) -> str | None:
         step = body["step"]
         try:
             # Popped one by one, so that the copy on the devices shrinks as the one on the host grows.
@@ -212,10 +225,11 @@ class Checkpoints:
                 kept = f"step {max(self.steps())} is saved and intact"
             except (ValueError, UserError):
                 kept = "no step is saved there"
-            raise UserError(
+            return (
                 f"cannot save step {step} to {self._folder}: {first_line(error)}; {kept}: "
                 "free space there or make it writable, then resume"
-            ) from error
+            )
+        return None
 
     def _supersede(self, step: int) -> None:
         for later in numbered_steps(self._folder):
