@@ -23,9 +23,9 @@ GERMAN = Config(
         batch_tokens=2048,
     ),
     # Sentences here are short: the paper's 0.6 writes too little.
-    search=SearchConfig(beam_size=4, length_penalty=1.0, max_source_length=256, batch_tokens=2048),
+    search=SearchConfig(beam_size=4, length_penalty=1.2, max_source_length=256, batch_tokens=2048),
     train=TrainConfig(
-        steps=1000, evaluate_every=250, evaluate_sentences=100, checkpoint_every=50, keep_checkpoints=3,
+        steps=1150, evaluate_every=250, evaluate_sentences=100, checkpoint_every=50, keep_checkpoints=3,
         average_checkpoints=3, log_every=10,
     ),
 )  # fmt: skip
