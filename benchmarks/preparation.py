@@ -1,6 +1,6 @@
 """Preparation and the data pipeline at the paper's scale: rates by processor time, and memory.
 
-    python benchmarks/preparation.py --folder /tmp/data --pairs 5000000 --processes 2
+    python benchmarks/preparation.py --folder DIR --pairs 5000000 --processes 2
 
 Writes about 2.5 GB for 5 million pairs into `--folder`, and removes it at the end. The text is recombined from the
 embedded corpus: sentences of log-normal length, 25 words on the mean, real words but fewer different ones than WMT14
