@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -19,9 +20,11 @@ def lines(path, *text):
     return str(path)
 
 
-def refused(config, workdir, words):
-    with pytest.raises(UserError, match=words):
+def refused(config, workdir):
+    """The message with which preparation ends."""
+    with pytest.raises(UserError) as error:
         prepare(config, workdir, print)
+    return str(error.value)
 
 
 def test_a_run_folder(tmp_path):
@@ -45,7 +48,7 @@ def test_unequal_files_are_refused_before_any_work(part, tmp_path):
     source = lines(tmp_path / "source.txt", *(f"line {i}" for i in range(100)))
     target = lines(tmp_path / "target.txt", *(f"line {i}" for i in range(100) if i != 40))
     config = run_config(tmp_path / "text", **{f"data__{part}_source": source, f"data__{part}_target": target})
-    refused(config, tmp_path / "run", r"source\.txt has 100 lines but .*target\.txt has 99")
+    assert re.search(r"source\.txt has 100 lines but .*target\.txt has 99", refused(config, tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
@@ -63,7 +66,9 @@ def test_a_small_text_gives_fewer_pieces_and_the_model_has_as_many_rows(kind, tm
 
 def test_too_few_pieces_are_refused_with_the_least_number(tmp_path):
     """V1: size 10."""
-    refused(run_config(tmp_path / "text", data__vocab_size=10), tmp_path / "run", r"needs at least 2\d\d")
+    assert re.search(
+        r"needs at least 2\d\d", refused(run_config(tmp_path / "text", data__vocab_size=10), tmp_path / "run")
+    )
 
 
 def test_a_given_tokenizer_is_copied_and_its_size_is_the_models(tmp_path):
@@ -73,7 +78,9 @@ def test_a_given_tokenizer_is_copied_and_its_size_is_the_models(tmp_path):
     prepared = prepare(config, tmp_path / "run", print)
     assert (tmp_path / "run" / "tokenizer.model").read_bytes() == (tmp_path / "given.model").read_bytes()
     assert prepared.config.model.vocab_size == given.size
-    refused(run_config(tmp_path / "text", data__tokenizer=str(tmp_path / "none.model")), tmp_path / "new", "none.model")
+    assert "none.model" in refused(
+        run_config(tmp_path / "text", data__tokenizer=str(tmp_path / "none.model")), tmp_path / "new"
+    )
     assert not (tmp_path / "new").exists()
 
 
@@ -81,7 +88,9 @@ def test_more_rows_than_pieces_are_kept_and_fewer_refused(tmp_path):
     """V1: the embedding may be larger than the tokenizer, as the paper's 37,000 in 40,960."""
     prepared = prepare(run_config(tmp_path / "text", model__vocab_size=320), tmp_path / "run", print)
     assert prepared.config.model.vocab_size == 320
-    refused(run_config(tmp_path / "text", model__vocab_size=100), tmp_path / "new", "model.vocab_size is 100, but")
+    assert "model.vocab_size is 100, but" in refused(
+        run_config(tmp_path / "text", model__vocab_size=100), tmp_path / "new"
+    )
     assert not (tmp_path / "new" / "config.json").exists()
 
 
@@ -99,7 +108,9 @@ def test_dev_pairs_wider_than_any_training_pair_are_part_of_the_loss(tmp_path):
 
 def test_a_text_without_a_usable_pair_is_refused(tmp_path):
     dev = write_pairs(tmp_path / "dev.tsv", [("ab " * 80, "cd")])
-    refused(run_config(tmp_path / "text", data__dev_source=dev), tmp_path / "run", "dev.tsv: none of its 1 pairs")
+    assert "dev.tsv: none of its 1 pairs" in refused(
+        run_config(tmp_path / "text", data__dev_source=dev), tmp_path / "run"
+    )
 
 
 def test_what_a_command_left_that_failed_before_its_first_checkpoint_binds_nobody(tmp_path):
@@ -115,13 +126,15 @@ def test_what_a_command_left_that_failed_before_its_first_checkpoint_binds_nobod
 @pytest.mark.parametrize("left", ["averaged", "results.json"])
 def test_results_without_checkpoints_are_not_trained_over(left, tmp_path):
     (tmp_path / "run" / left).mkdir(parents=True)
-    refused(run_config(tmp_path / "text"), tmp_path / "run", f"has {left}, the result of a run, but no checkpoint")
+    assert f"has {left}, the result of a run, but no checkpoint" in refused(
+        run_config(tmp_path / "text"), tmp_path / "run"
+    )
 
 
 def test_a_workdir_that_is_a_file_or_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    refused(run_config(tmp_path / "text"), tmp_path / "file", "file is a file: choose another --workdir")
-    refused(run_config(tmp_path / "text"), tmp_path / "file" / "run", "cannot be written")
+    assert "file is a file: choose another --workdir" in refused(run_config(tmp_path / "text"), tmp_path / "file")
+    assert "cannot be written" in refused(run_config(tmp_path / "text"), tmp_path / "file" / "run")
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):

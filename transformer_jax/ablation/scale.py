@@ -65,23 +65,25 @@ def _demo(config: Config) -> Config:
 
 
 def _demo_model(model: ModelConfig) -> ModelConfig:
-    def divided(name: str, by: int) -> int | None:
-        value = getattr(model, name)
-        if value is not None and value % by:
+    def divided(name: str, by: int) -> int:
+        value: int = getattr(model, name)
+        if value % by:
             raise UserError(f"model.{name} is {value}, but must be divisible by {by} for the demo's scale")
-        return None if value is None else value // by
+        return value // by
 
-    sizes = {name: divided(name, WIDTHS) for name in ("d_model", "d_ff", "d_k", "d_v")}
-    layers = {name: divided(name, LAYERS) for name in ("encoder_layers", "decoder_layers")}
-    changes: dict[str, object] = {**sizes, **layers}
     return dataclasses.replace(
         model,
         vocab_size=None,
+        d_model=divided("d_model", WIDTHS),
+        d_ff=divided("d_ff", WIDTHS),
+        d_k=None if model.d_k is None else divided("d_k", WIDTHS),
+        d_v=None if model.d_v is None else divided("d_v", WIDTHS),
+        encoder_layers=divided("encoder_layers", LAYERS),
+        decoder_layers=divided("decoder_layers", LAYERS),
         dtype="float32",
         scan_layers=False,  # few layers: they compile in seconds and run a tenth faster than scanned ones
         attention_impl="einsum",
         remat="none",
-        **changes,  # type: ignore[arg-type]  # a dataclass's fields by name
     )
 
 

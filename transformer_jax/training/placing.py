@@ -32,7 +32,7 @@ def place(planned: PlannedBatch, examples: Examples, mesh: Mesh, *, parts: int =
 
         return jax.make_array_from_callback((count, *mine.shape[1:]), sharding, part)
 
-    return Batch(*map(on_devices, batch))  # type: ignore[arg-type]
+    return Batch._make(map(on_devices, batch))
 
 
 def rows_of(planned: PlannedBatch, rows: np.ndarray) -> PlannedBatch:
