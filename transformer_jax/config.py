@@ -61,8 +61,8 @@ class ModelConfig:
     """Roll each stack into one scanned layer (compile time does not grow with N); False unrolls it."""
     attention_impl: Literal["einsum", "fused"] = "einsum"
     """einsum: three products and a softmax, as section 3.2 writes them. fused: jax.nn.dot_product_attention, which
-    is cuDNN's flash attention on a GPU (bfloat16, even lengths, d_k up to 128), einsums elsewhere; it needs d_k = d_v
-    and attention_dropout 0."""
+    is cuDNN's flash attention on a GPU (bfloat16, even lengths, d_k up to 128), einsums elsewhere and while
+    decoding from a cache; it needs d_k = d_v and attention_dropout 0."""
     remat: Literal["none", "dots", "full"] = "none"
     """What the backward pass recomputes per layer: nothing, all but matrix products, everything. On a CPU it saves
     memory with scan_layers only."""
