@@ -163,6 +163,42 @@ def test_of_builders_at_once_one_works_and_the_others_wait(tokenizer, tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.parametrize("after", ["made", "locked"])
+def test_a_folder_taken_away_while_it_is_entered_is_made_again(tmp_path, monkeypatch, after):
+    """By whoever ended just then: before the lock is asked for, and while it is waited for."""
+    folder, locked, calls = tmp_path / "a" / "b", workplace._locked, []
+
+    def taken_away_once(path):
+        calls.append(path)
+        if after == "made" and len(calls) == 1:
+            path.rmdir()
+        descriptor = locked(path)
+        if after == "locked" and len(calls) == 1:
+            path.rmdir()
+        return descriptor
+
+    monkeypatch.setattr(workplace, "_locked", taken_away_once)
+    with workplace.alone_in(folder) as entered:
+        assert entered == folder
+        assert folder.is_dir()
+    assert calls == [folder] * 2
+    assert not folder.exists()
+
+
+def test_who_moved_the_folder_away_leaves_the_next_ones_alone(tmp_path):
+    with workplace.alone_in(tmp_path / "a") as folder:
+        folder.rename(tmp_path / "done")
+        folder.mkdir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "done"]
+
+
+def test_a_file_where_the_folder_should_be_is_an_error_and_stays(tmp_path):
+    (tmp_path / "x").write_text("theirs")
+    with pytest.raises(NotADirectoryError), workplace.alone_in(tmp_path / "x"):
+        pass
+    assert (tmp_path / "x").read_text() == "theirs"
+
+
 def test_where_nothing_can_be_locked_each_builder_has_a_place_of_its_own(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(workplace, "_locked", lambda folder: None)
     assert rows(build_store(Listed(PAIRS), tokenizer, tmp_path)) == expected(tokenizer)

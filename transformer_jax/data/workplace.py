@@ -24,9 +24,15 @@ def alone_in(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     own is given in place of `folder`, and removed at the end: safe, but nothing is there to go on from. A folder into
     which nothing was put, or that was emptied, is removed.
     """
+    folder.parent.mkdir(parents=True, exist_ok=True)
     while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = _locked(folder)
+        # Whoever ends may take the folder away between any two of these calls: each of them allows for it.
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+        try:
+            descriptor = _locked(folder)
+        except FileNotFoundError:
+            continue
         if descriptor is None:
             _remove_if_empty(folder)
             with tempfile.TemporaryDirectory(
@@ -37,13 +43,21 @@ def alone_in(folder: pathlib.Path) -> Iterator[pathlib.Path]:
                 yield private
             return
         try:
-            # Who was waited for may have moved the folder away, and with it the lock.
-            if folder.exists() and os.path.samestat(os.fstat(descriptor), folder.stat()):
+            if _is_at(folder, descriptor):
                 yield folder
-                _remove_if_empty(folder)
+                if _is_at(folder, descriptor):  # else it was moved away, and what is there now is another's
+                    _remove_if_empty(folder)
                 return
         finally:
             os.close(descriptor)
+
+
+def _is_at(folder: pathlib.Path, descriptor: int) -> bool:
+    """Whether what was opened is still there: who was waited for may have moved it away, and with it the lock."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), folder.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _remove_if_empty(folder: pathlib.Path) -> None:
@@ -52,12 +66,16 @@ def _remove_if_empty(folder: pathlib.Path) -> None:
 
 
 def _locked(folder: pathlib.Path) -> int | None:
-    """An open descriptor that holds the lock; None where nothing can be locked."""
+    """An open descriptor that holds the lock; None where nothing can be locked.
+
+    Raises:
+        FileNotFoundError: the folder is gone.
+    """
     if sys.platform == "win32":  # which has no flock
         return None
     import fcntl
 
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
