@@ -14,7 +14,8 @@ import pytest
 import transformer_jax.evaluation.forced_decoding
 from transformer_jax.cli.main import COMMANDS, main
 from transformer_jax.cli.options import split_overrides
-from transformer_jax.config import Config, ModelConfig
+from transformer_jax.config import Config, DataConfig, ModelConfig, TrainConfig
+from transformer_jax.config_loading import load_config
 from transformer_jax.errors import UserError
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -327,13 +328,28 @@ def test_describe_counts_a_small_model_by_hand():
 
     d, f, pieces = 8, 32, 100
     model = ModelConfig(d_model=d, d_ff=f, num_heads=2, encoder_layers=1, decoder_layers=1)
-    description = describe(model, pieces)
+    config = Config(model=model, data=DataConfig(batch_tokens=500), train=TrainConfig(steps=7))
+    description = describe(config, pieces)
     attention, network, norm = 4 * (d * d + d), 2 * d * f + f + d, 2 * d
     assert description.total_parameters == 3 * attention + 2 * network + 5 * norm + pieces * d
     assert sum(description.parameters.values()) == description.total_parameters
     weights = 3 * 4 * d * d + 2 * 2 * d * f + pieces * d
     scores_and_sums = 3 * 2 * SENTENCE_PIECES * d
     assert description.forward_flops == 2 * (weights + scores_and_sums)
+    assert description.run_flops == 3 * description.forward_flops * 500 * 7
+
+
+@pytest.mark.parametrize(
+    ("name", "hours", "printed", "utilisation"), [("base", 12, 3.3e18, 0.29), ("big", 84, 2.3e19, 0.42)]
+)
+def test_table_2_counts_what_the_gpus_could_have_done(name, hours, printed, utilisation):
+    """docs/results/table2.md: 8 P100 at the paper's 9.5 TFLOP/s each (footnote 5)."""
+    from transformer_jax.cli.describe import describe
+
+    config = load_config(DEMO.replace("demo", name))
+    could = hours * 3600 * 8 * 9.5e12
+    assert could == pytest.approx(printed, rel=0.01)
+    assert describe(config, config.data.vocab_size).run_flops / could == pytest.approx(utilisation, abs=0.005)
 
 
 def test_describe_prints_a_page_and_json(capfdbinary):

@@ -92,7 +92,7 @@ def test_the_whole_way_at_small_size(tmp_path):
     config = run_config(tmp_path / "text", optimizer__learning_rate=0.01)
     lines = (tmp_path / "text" / "train.tsv").read_text().splitlines()
     tokenizer = tj.Tokenizer.train(lines, tmp_path / "tokenizer.model", vocab_size=290)
-    evaluation = run(config, tokenizer, tmp_path / "run", width=8, seconds=None, updates=6)
+    evaluation = run(config, tokenizer, tmp_path / "run", width=8, processor_seconds=None, updates=6)
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["updates"] == 6 and results["sentences"] == 3 == evaluation.scores.sentences
     assert results["parameters"] > 0 and results["perplexity"]["per_piece"] > 1.0

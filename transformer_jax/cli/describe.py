@@ -13,7 +13,7 @@ from transformer_jax.cli.digest import digest_lines
 from transformer_jax.cli.options import ConfigFields, parse_options, split_overrides
 from transformer_jax.cli.shardings import Shardings, describe_shardings
 from transformer_jax.cli.text import write_lines
-from transformer_jax.config import Config, MeshConfig, ModelConfig
+from transformer_jax.config import Config, MeshConfig
 from transformer_jax.config_fields import field_types
 from transformer_jax.config_loading import load_config
 
@@ -55,6 +55,8 @@ class Description:
     """For one target piece, in a pair of SENTENCE_PIECES on each side, its share of the encoder's work included."""
     training_flops: int
     """Forward and backward: three times as many."""
+    run_flops: int
+    """Of all updates, were every batch full of target pieces; docs/results/table2.md has the paper's count."""
     training_bytes: int
     """Parameters, gradients and Adam's moments on one device; activations come on top."""
     shardings: Shardings | None = None
@@ -70,15 +72,15 @@ def run(argv: Sequence[str]) -> None:
         return
     config = load_config(options.config, overrides)
     vocab_size = _vocab_size(config, pathlib.Path(options.config))
-    description = describe(config.model, vocab_size)
+    description = describe(config, vocab_size)
     if options.devices is not None or config.mesh != MeshConfig():
         shardings = describe_shardings(config, vocab_size, options.devices)
         description = dataclasses.replace(description, shardings=shardings)
     write_lines(None, [json.dumps(dataclasses.asdict(description)) if options.json else _page(description)])
 
 
-def describe(model: ModelConfig, vocab_size: int) -> Description:
-    """The description of a model with an embedding of `vocab_size` rows; nothing is computed or allocated."""
+def describe(config: Config, vocab_size: int) -> Description:
+    """The description of a configuration with an embedding of `vocab_size` rows; nothing is computed or allocated."""
     import jax
     import jax.numpy as jnp
 
@@ -86,7 +88,7 @@ def describe(model: ModelConfig, vocab_size: int) -> Description:
     from transformer_jax.model.transformer import Transformer
 
     pieces = jnp.ones((1, 2), jnp.int32)
-    network = Transformer(dataclasses.replace(model, vocab_size=vocab_size))
+    network = Transformer(dataclasses.replace(config.model, vocab_size=vocab_size))
     variables = jax.eval_shape(network.init, jax.random.key(0), pieces, pieces)
     sizes = _sizes(variables["params"])
     by_module: dict[str, int] = {}
@@ -94,8 +96,17 @@ def describe(model: ModelConfig, vocab_size: int) -> Description:
         module = "/".join(path[:2] if len(path) > 2 else path[:1])
         by_module[module] = by_module.get(module, 0) + size
     forward = forward_flops(network.config, SENTENCE_PIECES, SENTENCE_PIECES) // SENTENCE_PIECES
+    training = TRAINING * forward
     total = sum(sizes.values())
-    return Description(vocab_size, by_module, total, forward, TRAINING * forward, STATE_BYTES * total)
+    return Description(
+        vocab_size=vocab_size,
+        parameters=by_module,
+        total_parameters=total,
+        forward_flops=forward,
+        training_flops=training,
+        run_flops=training * config.data.batch_tokens * config.train.steps,
+        training_bytes=STATE_BYTES * total,
+    )
 
 
 def _sizes(params: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], int]:
@@ -124,7 +135,8 @@ def _page(description: Description) -> str:
     lines += [f"  {name:{width}}  {size:>13,}" for name, size in rows]
     lines += [
         f"FLOPs for a target piece, in pairs of {SENTENCE_PIECES} pieces a side: "
-        f"{description.forward_flops:.3g} forward, {description.training_flops:.3g} in training",
+        f"{description.forward_flops:.3g} forward, {description.training_flops:.3g} in training, "
+        f"{description.run_flops:.2g} in all updates if their batches are full",
     ]
     if description.shardings is not None:
         return "\n".join([*lines, *description.shardings.lines()])
