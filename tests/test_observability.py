@@ -2,7 +2,7 @@
 
 import io
 import re
-import time
+import threading
 
 import jax
 import numpy as np
@@ -134,20 +134,41 @@ def test_the_peak_of_a_device_by_jaxs_name(kind, peak):
     assert peak_flops(kind) == peak
 
 
-def test_a_heartbeat_names_the_phase_when_nothing_is_printed(tmp_path, capsys):
+class Clock:
+    """Time that passes only while the heartbeat's thread waits; a line is said every 30 s after the first 310."""
+
+    def __init__(self, report):
+        self.report, self.now, self.ended = report, 0.0, threading.Event()
+
+    def wait(self, seconds):
+        until = self.now + seconds
+        for said in range(310, 600, 30):
+            if self.now < said <= until:
+                self.now = said
+                self.report.say("a line")
+        self.now = until
+        if until < 600:
+            return False
+        self.ended.set()
+        return True
+
+    def set(self):
+        assert self.ended.is_set()
+
+
+def test_a_heartbeat_names_the_phase_when_nothing_is_printed(tmp_path, capsys, monkeypatch):
     """A run that hangs says in what, on its terminal and in log.txt; one that prints needs no heartbeat."""
-    with Reporter(heartbeat=0.2) as report:
-        report.attach(tmp_path)
-        with report.during("validating"), report.during("compiling"):
-            time.sleep(1.1)
-        for _ in range(12):
-            report.say("a line")
-            time.sleep(0.05)
-    out = capsys.readouterr().out
-    lines = re.findall(r"still compiling, for [01] s", out)
-    assert 2 <= len(lines) <= 5 and out.count("still") == len(lines)
-    assert (tmp_path / "log.txt").read_text().count("still compiling") == len(lines)
-    assert report.seconds["validating"] >= report.seconds["compiling"] >= 1.1
+    monkeypatch.setattr("transformer_jax.training.reporting.time.monotonic", lambda: clock.now)
+    clock = Clock(None)
+    clock.report = report = Reporter(heartbeat=60.0)
+    report._closed = clock
+    report.attach(tmp_path)
+    with report.during("validating"), report.during("compiling"), report:
+        assert clock.ended.wait(60)
+    beats = [f"still compiling, for {seconds} s" for seconds in (60, 120, 180, 240, 300)]
+    assert re.findall("still .*", capsys.readouterr().out) == beats
+    assert re.findall("still .*", (tmp_path / "log.txt").read_text()) == beats
+    assert report.seconds["validating"] == report.seconds["compiling"] == clock.now
 
 
 def test_progress_of_a_validation(capsys):

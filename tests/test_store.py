@@ -53,7 +53,7 @@ class Together(Listed):
     def digest(self):
         if not self.asked:
             self.asked = True
-            self.gate.wait(timeout=20)
+            self.gate.wait(timeout=120)
         return super().digest()
 
 
