@@ -1,11 +1,12 @@
 """The attention RNN under the demo's budget: trained on the same text and pieces for the same work, scored the same.
 
-    python benchmarks/train_recurrent.py --tokenizer runs/demo/tokenizer.model --processor-seconds 430 --output runs/recurrent
+    python benchmarks/train_recurrent.py --tokenizer runs/demo/tokenizer.model --processor-seconds 430 --output runs/rnn
 
 Same text, word pieces, loss, label smoothing and Adam as `configs/demo.py`; one pair a row, in batches of one length,
 as a recurrent layer cannot begin anew within a row. The budget is processor time of all threads, which a busy machine
-leaves alone. The learning rate goes by the share of it that is used: up over a tenth of it, then linearly to 0. Writes results.json: greedy translations of the whole test set, scored by the
-package's own evaluation, and the perplexity of its references. The run is short and starts anew each time.
+leaves alone. The learning rate goes by the share of it that is used: up over a tenth of it, then linearly to 0. Writes
+results.json: greedy translations of the whole test set, scored by the package's own evaluation, and the perplexity of
+its references. The run is short and starts anew each time.
 """
 
 import argparse
