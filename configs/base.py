@@ -1,6 +1,6 @@
 """The paper's base model on WMT14 (section 5; Table 2).
 
-    python train.py --config configs/base.py --workdir runs/base              English to German, 65.1M parameters
+    python train.py --config configs/base.py --workdir runs/base              English to German, 63.1M parameters
     python train.py --config configs/base.py:fr --workdir runs/base-fr        English to French
 
 Variants: `de` (where none is named) and `fr`; `t2t` and `modern` for the presets of docs/deviations.md in place of the

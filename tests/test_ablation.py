@@ -19,6 +19,7 @@ from transformer_jax.ablation.table import Printed, Row, load_rows
 from transformer_jax.cli.main import main
 from transformer_jax.config import Config
 from transformer_jax.config_loading import load_config
+from transformer_jax.data.parallel_text import TsvFile
 from transformer_jax.errors import UserError
 from transformer_jax.training.metrics import MetricsWriter
 
@@ -128,13 +129,13 @@ def test_every_seed_of_every_row_is_a_run_and_seeds_come_breadth_first(in_folder
     monkeypatch.setattr(ablation_runs, "train", fake)
     train_all(plan(settings), said.append)
     assert trained == [("base/seed5", 16, 5), ("wide/seed5", 32, 5), ("base/seed6", 16, 6), ("wide/seed6", 32, 6)]
-    assert said[1].strip() == "run 2 of 4: wide, seed 5"
+    assert "run 2 of 4: wide, seed 5" in [line.strip() for line in said]
 
 
 @pytest.mark.slow
 def test_runs_share_one_tokenizer_and_one_tokenized_text(straight):
     assert len(list((straight / "text").glob("tokenizer-*.model"))) == 1
-    assert len({path.read_bytes() for path in straight.glob("**/tokenizer*.model")}) == 1
+    assert len({path.read_bytes() for path in straight.glob("**/*.model")}) == 1
     assert list((straight / "text").glob("tokens-*")) and not list(straight.glob("*/*/data"))
 
 
@@ -166,7 +167,7 @@ def test_a_killed_ablation_goes_on_and_ends_as_if_it_had_not_been(straight, in_f
             patch.setattr(MetricsWriter, "write", write_and_die)
             train_all(plan(settings), said.append)
         assert {name: len(runs) for name, runs in numbers(settings.workdir).items()} == {"base": 1, "wide": 0}
-        return len(said)
+        return sum(line.startswith("\nrun ") for line in said)
 
     assert (killed_at(1), killed_at(3)) == (2, 1)
     train_all(plan(settings), print)
@@ -248,6 +249,11 @@ def test_runs_of_other_settings_are_refused_before_anything_is_trained(overrides
         train_all(plan(Settings(table, straight, rows="wide", seeds=3, overrides=overrides)), print)
     with pytest.raises(UserError, match=r"train\.steps 4, and this command says 2"):
         train_all(plan(Settings(table, straight, rows="wide", seeds=3, steps=2)), print)
+    report = (straight / "report.md").read_bytes()
+    option, _, value = overrides[0].partition("=")
+    arguments = [table, "--workdir", str(straight), "--rows", "wide", f"--{option}", value, "--report-only"]
+    assert main(["ablate", *arguments]) == 2
+    assert (straight / "report.md").read_bytes() == report
 
 
 def test_the_command_writes_a_report_of_what_is_there_without_training(in_folder, table, capsys, monkeypatch):
@@ -292,6 +298,42 @@ def test_one_seed_has_no_spread_and_no_verdict(in_folder):
         pretend(run, nll, 5.0)
     report = write_report(experiment, {}).read_text()
     assert "| wide | d_ff 32 | 1,234 | 1 | 6.05 | -0.200 | 4.5 | -0.105 |  |" in report
+
+
+@pytest.mark.parametrize("content", ["[]", "{", "{}", '{"step": 4}', '{"step": 4, "split": "test", "scores": null}'])
+def test_a_run_whose_results_are_damaged_is_not_finished(in_folder, content):
+    experiment = plan(in_folder(seeds=1))
+    for run in experiment.runs():
+        pretend(run, 2.0, 5.0)
+    (experiment.runs()[1].folder / "results.json").write_text(content)
+    assert "1 of 2 runs are finished" in write_report(experiment, {}).read_text()
+
+
+def test_a_row_that_diverged_has_a_perplexity(in_folder):
+    experiment = plan(in_folder(seeds=1))
+    for run, nll in zip(experiment.runs(), (2.0, 1e6), strict=True):
+        pretend(run, nll, 0.0)
+    assert "2 of 2 runs are finished" in write_report(experiment, {}).read_text()
+
+
+def test_rows_on_other_text_than_the_first_ones_had_fail(in_folder, monkeypatch):
+    """The file is another after the first seed; scores on it would not compare."""
+    trained, texts = [], iter(["a", "a", "b", "a"])
+    monkeypatch.setattr(ablation_runs, "train", lambda config, folder: trained.append(folder.parent.name))
+    monkeypatch.setattr(TsvFile, "digest", lambda self: digest)
+    settings = in_folder()
+    load = ablation_runs.load_splits
+
+    def load_another(data):
+        nonlocal digest
+        digest = next(texts)
+        return load(data)
+
+    digest = ""
+    monkeypatch.setattr(ablation_runs, "load_splits", load_another)
+    with pytest.raises(UserError, match=r"1 of 2 rows failed: base .* is not what the rows before were trained on"):
+        train_all(plan(settings), print)
+    assert trained == ["base", "wide", "wide"]
 
 
 def test_a_table_without_a_papers_numbers_has_no_columns_for_them(tmp_path):
@@ -397,7 +439,7 @@ def test_steps_are_the_first_rows_and_others_keep_their_ratio(tmp_path):
         ([TABLE_3, "--model.dropout", "0.3"], ["model.dropout", "row D1", "leave it out"]),
         ([TABLE_3, "--train.steps", "9"], ["train.steps", "--steps"]),
         ([TABLE_3, "--model.dropuot", "0.3"], ["no row can be built", "did you mean 'model.dropout'?"]),
-        ([f"{TABLE_3}:A1"], ["there is no configuration file", "table3.py:A1"]),
+        ([f"{TABLE_3}:A1"], ["there is no configuration file", "table3.py:A1", "table3.py --rows A1"]),
         ([str(ROOT / "configs" / "demo.py")], ["demo.py", "it has no ROWS"]),
     ],
 )  # fmt: skip

@@ -53,7 +53,7 @@ def test_empty_hypotheses_score_zero():
     assert scores.chrf == pytest.approx(0.0)
 
 
-@pytest.mark.parametrize("references", [[], ["", " "]])
+@pytest.mark.parametrize("references", [[], ["", " "], ["\u200b"]])
 def test_nothing_to_score_is_said(references):
     """E3 (d)."""
     with pytest.raises(UserError, match="nothing to score"):
@@ -82,7 +82,17 @@ def test_punctuation_is_a_token_of_its_own():
 
 @pytest.mark.parametrize(
     ("language", "tokenizer"),
-    [("de", "13a"), ("fr", "13a"), ("en", "13a"), ("zh", "zh"), ("zh-TW", "zh"), ("ZH_cn", "zh"), ("xx", "13a")],
+    [
+        ("de", "13a"),
+        ("fr", "13a"),
+        ("en", "13a"),
+        ("zh", "zh"),
+        ("zh-TW", "zh"),
+        ("ZH_cn", "zh"),
+        ("xx", "13a"),
+        ("zho", "zh"),
+        ("yue", "zh"),
+    ],
 )
 def test_the_target_language_chooses_the_tokenizer(language, tokenizer):
     assert bleu_tokenizer(language) == tokenizer

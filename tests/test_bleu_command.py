@@ -90,6 +90,18 @@ def test_bad_files_are_one_line_and_exit_2(tmp_path, capfd, hypothesis, referenc
     assert out == "" and error.count("\n") == 1 and all(part in error for part in parts)
 
 
+@pytest.mark.parametrize("language", ["german", "d", "de|x", "zh\nx"])
+def test_what_is_no_language_code_is_no_guess_either(tmp_path, capfd, language):
+    """E4: Chinese asked for as `chinese` would be split as English is."""
+    assert main(["bleu", *files(tmp_path, ["a"], ["a"]), "--language", language]) == 2
+    assert "but must be a language code such as de, fr, zh or pt_BR" in capfd.readouterr().err
+
+
+def test_codes_of_three_letters_are_the_same_languages(tmp_path, capfdbinary):
+    assert main(["bleu", *files(tmp_path, HYPOTHESES, REFERENCES), "--language", "deu", "--json"]) == 0
+    assert "tok:moses-de|" in json.loads(capfdbinary.readouterr().out)["paper_bleu_signature"]
+
+
 def test_no_language_is_no_guess(tmp_path, capfd):
     assert main(["bleu", *files(tmp_path, ["a"], ["a"])]) == 2
     assert "--language must be given" in capfd.readouterr().err

@@ -1,5 +1,6 @@
 """The command line: exit codes, one line for each mistake, and text that goes in and comes out line by line."""
 
+import dataclasses
 import io
 import json
 import pathlib
@@ -14,7 +15,7 @@ import pytest
 import transformer_jax.evaluation.forced_decoding
 from transformer_jax.cli.main import COMMANDS, main
 from transformer_jax.cli.options import split_overrides
-from transformer_jax.config import Config, DataConfig, ModelConfig, TrainConfig
+from transformer_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from transformer_jax.config_loading import load_config
 from transformer_jax.errors import UserError
 
@@ -131,6 +132,9 @@ def text_file(folder, name, *lines):
         (["score", "run", "--source", "x"], ["--target must be given"]),
         (["average"], ["RUN must be given"]),
         (["average", "run", "--last", "two"], ["--last is 'two'"]),
+        (["average", ""], ["RUN is empty"]),
+        (["prepare", DEMO, "--workdir", ""], ["--workdir is empty"]),
+        (["prepare", DEMO, "--data.cache-dir="], ["data.cache_dir is ''"]),
         (["describe"], ["must be given"]),
         (["describe", DEMO, "--model.norm", "mid"], ["model.norm is 'mid'", "'post' or 'pre'"]),
     ],
@@ -337,6 +341,9 @@ def test_describe_counts_a_small_model_by_hand():
     scores_and_sums = 3 * 2 * SENTENCE_PIECES * d
     assert description.forward_flops == 2 * (weights + scores_and_sums)
     assert description.run_flops == 3 * description.forward_flops * 500 * 7
+    assert description.training_bytes == 16 * description.total_parameters
+    averaging = dataclasses.replace(config, optimizer=OptimizerConfig(ema_decay=0.9))
+    assert describe(averaging, pieces).training_bytes == 20 * description.total_parameters
 
 
 @pytest.mark.parametrize(

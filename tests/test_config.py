@@ -255,6 +255,8 @@ def test_a_file_without_variants_says_so(tmp_path):
         ("def get_config(variant):\n    return 1 / 0", ["mine.py, line 2", "ZeroDivisionError"]),
         ("import nothing_of_this_name", ["mine.py, line 1", "ModuleNotFoundError", "nothing_of_this_name"]),
         ("x = 1\ndef get_config(variant:", ["mine.py, line 2", "SyntaxError"]),
+        ("def get_config(variant):\n    raise SystemExit(0)", ["mine.py, line 2", "it ends the program"]),
+        ("x = '\0'", ["mine.py: SyntaxError", "null bytes"]),
         (
             "from transformer_jax.config import *\ndef get_config(variant):\n    return Config(ModelConfig(d_modle=8))",
             ["mine.py, line 3", "d_modle"],
@@ -264,6 +266,12 @@ def test_a_file_without_variants_says_so(tmp_path):
 def test_a_file_that_fails_is_named_with_the_line(tmp_path, body, words):
     message = refused(config_file(tmp_path, body))
     assert all(word in message for word in words), message
+
+
+def test_the_line_is_named_whatever_the_file_is_called_by(tmp_path, monkeypatch):
+    config_file(tmp_path, "def get_config(variant):\n    return 1 / 0")
+    monkeypatch.chdir(tmp_path)
+    assert "mine.py, line 2: ZeroDivisionError" in refused("./mine.py")
 
 
 def test_missing_and_strange_files_are_named(tmp_path):
@@ -301,17 +309,23 @@ def test_every_type_of_a_field_has_words():
 
 
 @pytest.mark.parametrize(
-    ("field", "words"),
-    [("norm='mid'", "model.norm is 'mid', but must be 'post' or 'pre'"), ("d_ff='9'", "whole number")],
+    ("config", "words"),
+    [
+        ("Config(ModelConfig(norm='mid'))", "model.norm is 'mid', but must be 'post' or 'pre'"),
+        ("Config(ModelConfig(d_ff='9'))", "model.d_ff is '9', but must be a whole number"),
+        ("Config(model=None)", "model is None, but must be a ModelConfig"),
+        ("Config(train=SearchConfig())", "train is SearchConfig("),
+        ("Config(data=DataConfig(cache_dir=''))", "data.cache_dir is '', but must be given a value, or left out"),
+    ],
 )
-def test_types_are_checked_also_when_built_in_python(tmp_path, field, words):
+def test_types_are_checked_also_when_built_in_python(tmp_path, config, words):
     """In a process of its own: in this one, a hook of the test suite checks annotations before our own words do."""
-    body = f"from transformer_jax.config import *\ndef get_config(variant): return Config(ModelConfig({field}))"
+    body = f"from transformer_jax.config import *\ndef get_config(variant): return {config}"
     code = "import sys; from transformer_jax.cli.main import main; sys.exit(main(sys.argv[1:]))"
     argv = [sys.executable, "-c", code, "describe", config_file(tmp_path, body)]
     result = subprocess.run(argv, cwd=CONFIGS.parent, capture_output=True, text=True)
     assert result.returncode == 2
-    assert "mine.py: model." in result.stderr and words in result.stderr and result.stderr.count("\n") == 1
+    assert f"mine.py: {words}" in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_configurations_are_values():

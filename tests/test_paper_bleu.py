@@ -155,6 +155,8 @@ def test_splitting_compounds_raises_the_score():
         ("ein E @-@ Mail", "split hyphen"),
         ("E ##AT##-##AT## Mail", "split hyphen"),
         ("Er sagte &quot; ja &quot;", "escaped"),
+        ("Das geht&#39;s an", "escaped"),
+        ("10&#xA0;000 Euro", "escaped"),
         ('<seg id="1">Ja.</seg>', "SGML"),
         ("Das Haus ist alt .", "detokenize"),
         ("Das Ha\u0308uschen.", "NFC"),

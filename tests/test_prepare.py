@@ -142,6 +142,21 @@ def test_the_sample_that_pieces_are_learned_from_is_limited(tmp_path, config, mo
     assert 800 < len(seen) <= 1000
 
 
+def test_dev_text_that_training_would_refuse_is_refused_here(tmp_path, config, capsys):
+    dev = write_pairs(tmp_path / "blank.tsv", [("", "ab"), ("ab " * 40, "ab")])
+    argv = ["--workdir", str(tmp_path / "run"), "--data.dev-source", dev]
+    assert main(["prepare", config_file(tmp_path, config), *argv]) == 2
+    captured = capsys.readouterr()
+    assert "blank.tsv: none of its 2 pairs has text on both sides" in captured.err and "ready" not in captured.out
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_pieces_are_learned(tmp_path, config, work, capsys):
+    (tmp_path / "file").write_text("no folder")
+    assert main(["prepare", config_file(tmp_path, config), "--workdir", str(tmp_path / "file")]) == 2
+    assert "cannot be written to (Not a directory); choose another folder" in capsys.readouterr().err
+    assert work == []
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -149,6 +164,7 @@ def test_the_sample_that_pieces_are_learned_from_is_limited(tmp_path, config, mo
         (["--workdir", "w", "--processes", "0"], "--processes is 0, but must be at least 1"),
         (["--workdir", "w", "--data.max-length-ratio", "0.5"], "data.max_length_ratio is 0.5, but must be from 1"),
         (["--workdir", "w", "--data.train-source", "nowhere"], "data.train_source is nowhere, which does not exist"),
+        (["--workdir", "w", "--data.train-source", ",b"], "data.train_source is ',b', which has an empty name"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, monkeypatch, config, capsys, argv, message):

@@ -1,5 +1,6 @@
 """The store of token ids: every pair at its place, whole or not at all, never stale, never rebuilt without need."""
 
+import itertools
 import logging
 import pickle
 import threading
@@ -115,12 +116,44 @@ def test_other_text_or_tokenizer_never_meets_old_ids(tokenizer, tmp_path):
     assert rows(first) == expected(tokenizer)
 
 
-def test_a_failed_build_leaves_nothing(tokenizer, tmp_path, small_chunks):
-    folder = tmp_path / "data"
+def test_a_failed_build_goes_on_where_it_was(tokenizer, tmp_path, small_chunks, monkeypatch):
+    """A disk that was not there for a moment costs no hours."""
+    monkeypatch.setattr(store_module, "_COMMIT_SECONDS", -1.0)
+    monkeypatch.setattr(encoding, "_SERIAL_CHUNKS", 1)
     with pytest.raises(UserError, match="line is bad"):
-        build_store(Listed(PAIRS, fail_at=40), tokenizer, folder)
-    assert list(folder.iterdir()) == []
-    assert rows(build_store(Listed(PAIRS), tokenizer, folder)) == expected(tokenizer)
+        build_store(Listed(PAIRS, fail_at=40), tokenizer, tmp_path, processes=1)
+    progress = []
+    assert rows(build_store(Listed(PAIRS), tokenizer, tmp_path, on_progress=progress.append)) == expected(tokenizer)
+    assert progress == [48, 60]
+
+
+def test_a_lost_process_costs_nothing_that_was_written(tokenizer, tmp_path, small_chunks, monkeypatch):
+    """What its message says: that --processes 1 goes on from here."""
+    monkeypatch.setattr(store_module, "_COMMIT_SECONDS", -1.0)
+    encode = store_module.encode_pairs
+
+    def lose(*arguments):
+        yield from itertools.islice(encode(*arguments), 2)
+        raise UserError("a process that tokenizes ended before its work was done")
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="a process that tokenizes ended"):
+        patch.setattr(store_module, "encode_pairs", lose)
+        build_store(Listed(PAIRS), tokenizer, tmp_path)
+    progress = []
+    assert rows(build_store(Listed(PAIRS), tokenizer, tmp_path, on_progress=progress.append)) == expected(tokenizer)
+    assert progress == [48, 60]
+
+
+def test_a_failed_build_of_text_that_changed_leaves_nothing(tokenizer, tmp_path, small_chunks, monkeypatch):
+    monkeypatch.setattr(encoding, "_SERIAL_CHUNKS", 1)
+    text = Listed(list(PAIRS), fail_at=40)
+
+    def change(done):
+        text.pairs.append(("new", "neu"))
+
+    with pytest.raises(UserError, match="line is bad"):
+        build_store(text, tokenizer, tmp_path, processes=1, on_progress=change)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["source_ids", "source_offsets", "target_ids", "target_offsets", "header.json"])

@@ -15,7 +15,9 @@ from types import SimpleNamespace
 import pytest
 
 from transformer_jax.config import DataConfig
+from transformer_jax.data import tfds
 from transformer_jax.data.sources import load_splits
+from transformer_jax.data.workplace import alone_in
 from transformer_jax.errors import UserError
 
 WMT13, WMT14 = "http://www.statmt.org/wmt13", "http://www.statmt.org/wmt14"
@@ -212,6 +214,21 @@ def test_a_test_set_without_segments_is_named(site, tmp_path):
         load_splits(config(tmp_path))
 
 
+@pytest.mark.parametrize("where", ["test", "train"])
+def test_text_that_is_not_utf_8_is_named_with_its_line(site, tmp_path, where):
+    url, name = {
+        "test": (DEV, "dev/newstest2014-deen-ref.en.sgm"),
+        "train": (f"{WMT14}/training-parallel-nc-v9.tgz", "training/news-commentary-v9.de-en.en"),
+    }[where]
+    with tarfile.open(fileobj=io.BytesIO(site.files[url])) as tar:
+        files = {member.name: tar.extractfile(member).read() for member in tar}
+    files[name] = files[name].replace(b" en 3", b" \x84en\x93 3")
+    site.files[url] = archive("w:gz", **files)
+    line = files[name].split(b"\x84")[0].count(b"\n") + 1
+    with pytest.raises(UserError, match=rf"/{name}, line {line}: byte \d+ \(0x84\) is not UTF-8\); remove the folder"):
+        load_splits(config(tmp_path))
+
+
 def test_sides_of_unequal_length_are_named(site, tmp_path):
     """T13, E1: two segments fewer on one side."""
     with tarfile.open(fileobj=io.BytesIO(site.files[DEV])) as tar:
@@ -243,4 +260,39 @@ def test_a_folder_that_lost_a_file_is_refused_in_one_sentence(site, tmp_path):
     (gone,) = (tmp_path / "tfds" / "wmt14_translate" / "de-en" / "1.0.0").glob("*-test.array_record*")
     gone.unlink()
     with pytest.raises(UserError, match=r"cannot be read from .*set data\.data_dir to another folder"):
-        list(load_splits(config(tmp_path)).test)
+        load_splits(config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda info: info.unlink(), r"/1\.0\.0 is there, but no whole dataset is in it: remove it"),
+        (lambda info: info.write_text("{"), r"cannot open .*; if .*/de-en was cut short, .* set data\.data_dir"),
+        (
+            lambda info: info.write_text(info.read_text().replace("array_record", "tfrecord")),
+            r"cannot open .*TFRECORD.*takes TensorFlow to read, set data\.data_dir to another folder",
+        ),
+        (lambda info: info.write_text(info.read_text().replace('"27"', '"30"')), r"train: cannot be read from"),
+    ],
+)
+def test_a_folder_that_was_copied_in_part_is_refused_in_one_sentence(site, tmp_path, damage, message):
+    load_splits(config(tmp_path))
+    damage(tmp_path / "tfds" / "wmt14_translate" / "de-en" / "1.0.0" / "dataset_info.json")
+    with pytest.raises(UserError, match=message) as caught:
+        load_splits(config(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_who_waited_for_another_to_prepare_fetches_nothing(site, tmp_path, monkeypatch):
+    @contextlib.contextmanager
+    def waits(folder):
+        with monkeypatch.context() as patch:
+            patch.setattr(tfds, "alone_in", alone_in)
+            load_splits(config(tmp_path))
+        fetched.extend(site.fetched)
+        yield folder
+
+    fetched = []
+    monkeypatch.setattr(tfds, "alone_in", waits)
+    assert load_splits(config(tmp_path)).train.check() == 27
+    assert len(fetched) == 4 and site.fetched == fetched

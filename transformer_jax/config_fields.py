@@ -147,7 +147,7 @@ def describe_type(kind: Any) -> str:
         if typing.get_origin(choice) is Literal:
             words += [repr(value) for value in typing.get_args(choice)]
         else:
-            words.append(_TYPE_WORDS[choice])
+            words.append(_TYPE_WORDS.get(choice) or f"a {choice.__name__}")
     return " or ".join(words)
 
 

@@ -137,6 +137,8 @@ def _blamed_on(file: pathlib.Path) -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
+    except SystemExit as error:
+        raise UserError(f"{file}{_line_in(file, error)}: it ends the program; take that out") from error
     except Exception as error:  # whatever the user's own code raises is the user's to mend
         raise UserError(f"{file}{_line_in(file, error)}: {type(error).__name__}: {error}") from error
 
@@ -150,8 +152,9 @@ def _run_file(file: pathlib.Path) -> types.ModuleType:
     return module
 
 
-def _line_in(file: pathlib.Path, error: Exception) -> str:
+def _line_in(file: pathlib.Path, error: BaseException) -> str:
     if isinstance(error, SyntaxError):
-        return f", line {error.lineno}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+        return f", line {error.lineno}" if error.lineno else ""
+    frames = traceback.extract_tb(error.__traceback__)  # which has absolute names
+    lines = [frame.lineno for frame in frames if frame.filename == os.path.abspath(file)]
     return f", line {lines[-1]}" if lines else ""

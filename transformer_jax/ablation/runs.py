@@ -19,11 +19,11 @@ from transformer_jax.ablation.scores import read_scores
 from transformer_jax.checkpointing.checkpoint_files import complete_steps
 from transformer_jax.config import Config
 from transformer_jax.data.sources import load_splits
-from transformer_jax.data.tokenizer import Tokenizer
+from transformer_jax.data.vocabulary import learn_vocabulary
 from transformer_jax.errors import UserError
 from transformer_jax.training.interruption import only_process
 from transformer_jax.training.loop import train
-from transformer_jax.training.preparation import require_same_run, stored_config
+from transformer_jax.training.preparation import require_same_run, stored_config, write_whole
 
 
 def train_all(experiment: Experiment, say: Callable[[str], None]) -> pathlib.Path:
@@ -42,14 +42,13 @@ def train_all(experiment: Experiment, say: Callable[[str], None]) -> pathlib.Pat
     workdir = experiment.settings.workdir
     with only_process(workdir):
         runs = experiment.runs()
-        for run in runs:
-            _require_same_settings(run)
+        require_same_settings(experiment)
         failures = dict(experiment.failures)
         for number, run in enumerate(runs, start=1):
             if read_scores(run) is not None:
                 continue
             say(f"\nrun {number} of {len(runs)}: {run.row.name}, seed {run.seed}")
-            failure = _train(run, workdir / "text")
+            failure = _train(run, workdir / "text", say)
             if failure is not None:
                 failures[run.row.name] = failure
                 say(f"warning: row {run.row.name} is left out: {failure}")
@@ -58,15 +57,15 @@ def train_all(experiment: Experiment, say: Callable[[str], None]) -> pathlib.Pat
     if failures:
         raise UserError(
             f"{len(failures)} of {len(experiment.rows)} rows failed: {', '.join(failures)} "
-            f"({next(iter(failures.values()))}); the others are in {report}"
+            f"({next(iter(failures.values()))}); the report is {report}"
         )
     return report
 
 
-def _train(run: Run, text: pathlib.Path) -> str | None:
+def _train(run: Run, text: pathlib.Path, say: Callable[[str], None]) -> str | None:
     """Why the run failed, None when it did not."""
     try:
-        train(_with_shared_text(run.config, text), run.folder)
+        train(_with_shared_text(run.config, text, say), run.folder)
     except UserError as error:
         return str(error)
     except (MemoryError, RuntimeError) as error:
@@ -79,23 +78,44 @@ def _train(run: Run, text: pathlib.Path) -> str | None:
     return None
 
 
-def _with_shared_text(config: Config, folder: pathlib.Path) -> Config:
+def _with_shared_text(config: Config, folder: pathlib.Path, say: Callable[[str], None]) -> Config:
     """`config` with one tokenizer and one tokenized text for all runs of the same data section, made by the first.
 
-    Perplexities per piece of runs with different tokenizers would not compare.
+    Perplexities per piece of runs with different tokenizers would not compare, nor scores on different text.
+
+    Raises:
+        UserError: the files that it names do not hold what they held for the runs before.
     """
     data = config.data
-    digest = hashlib.sha256(json.dumps(dataclasses.asdict(data)).encode()).hexdigest()[:8]
-    tokenizer = pathlib.Path(data.tokenizer or folder / f"tokenizer-{digest}.model")
+    section = hashlib.sha256(json.dumps(dataclasses.asdict(data)).encode()).hexdigest()[:8]
+    splits = load_splits(data)
+    digests = json.dumps([text and text.digest() for text in (splits.train, splits.dev, splits.test)])
+    record = folder / f"text-{section}.json"
+    if not record.exists():
+        write_whole(record, digests)
+    elif record.read_text(encoding="utf-8") != digests:
+        raise UserError(
+            f"{splits.train.name}, or the dev or test text beside it, is not what the rows before were trained on: "
+            "bring that text back, or choose another --workdir"
+        )
+    cache = pathlib.Path(data.cache_dir or folder)
+    tokenizer = pathlib.Path(data.tokenizer or folder / f"tokenizer-{section}.model")
     if not data.tokenizer and not tokenizer.exists():
-        sentences = load_splits(data).train.sentences()
-        Tokenizer.train(sentences, tokenizer, vocab_size=data.vocab_size, model_type=data.tokenizer_type)
-    data = dataclasses.replace(data, tokenizer=str(tokenizer), cache_dir=data.cache_dir or str(folder))
-    return dataclasses.replace(config, data=data)
+        learn_vocabulary(splits.train, data, cache, say).save(tokenizer)
+    return dataclasses.replace(config, data=dataclasses.replace(data, tokenizer=str(tokenizer), cache_dir=str(cache)))
 
 
-def _require_same_settings(run: Run) -> None:
-    """A run that has begun goes on as it began, and is scored as the others will be."""
+def require_same_settings(experiment: Experiment) -> None:
+    """A run that has begun goes on as it began, and is scored, and reported, as the others are.
+
+    Raises:
+        UserError: one has begun with other settings.
+    """
+    for run in experiment.runs():
+        _require_settings_of(run)
+
+
+def _require_settings_of(run: Run) -> None:
     checkpoints = run.folder / "checkpoints"
     if not checkpoints.is_dir() or not complete_steps(checkpoints):
         return

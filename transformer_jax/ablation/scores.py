@@ -3,8 +3,9 @@
 import json
 import math
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from transformer_jax.ablation.experiment import Run
 from transformer_jax.ablation.table import Row
@@ -34,7 +35,7 @@ class RunScores:
     @property
     def perplexity(self) -> float:
         """Per word piece, as Table 3 counts it."""
-        return math.exp(self.nll)
+        return math.exp(min(self.nll, 700.0))  # of a row that diverged
 
 
 @dataclass(frozen=True)
@@ -47,23 +48,27 @@ class RowScores:
 
 
 def read_scores(run: Run) -> RunScores | None:
-    """The scores of a run; None while it has not come to its last update and been scored."""
-    try:
-        results = json.loads((run.folder / "results.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    """The scores of a run; None while it has not come to its last update and been scored, or its files are damaged."""
     steps = run.config.train.steps
     lines = [line for line in read_metrics(run.folder / "metrics.jsonl") if line.get("dev_nll") is not None]
-    if results.get("step") != steps or not lines or lines[-1]["step"] != steps:
+    if not lines or lines[-1]["step"] != steps:
         return None
+    try:
+        results = json.loads((run.folder / "results.json").read_text(encoding="utf-8"))
+        return _scores(run, steps, lines[-1], results) if results["step"] == steps else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _scores(run: Run, steps: int, validation: Mapping[str, Any], results: Mapping[str, Any]) -> RunScores:
     return RunScores(
         seed=run.seed,
         folder=str(pathlib.Path(run.row.name, run.folder.name)),
         steps=steps,
-        nll=lines[-1]["dev_nll"],
-        bleu=lines[-1]["dev_bleu"],
+        nll=float(validation["dev_nll"]),
+        bleu=float(validation["dev_bleu"]),
         test_bleu=results["scores"]["bleu"] if results["split"] == "test" else None,
-        signature=lines[-1]["dev_signature"],
+        signature=validation["dev_signature"],
         parameters=results["parameters"],
         seconds=results["training_seconds"],
         device=results["device"],

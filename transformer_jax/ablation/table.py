@@ -59,6 +59,10 @@ def load_rows(path: str | os.PathLike[str]) -> tuple[Row, ...]:
     Raises:
         UserError: no such file, a file that fails, or one without rows.
     """
+    name = os.fspath(path)
+    file, _, row = name.rpartition(":")
+    if os.path.isfile(file) and not os.path.exists(path):
+        raise UserError(f"there is no configuration file {name!r}; write {file} --rows {row} to choose rows of a table")
     rows = getattr(run_config_file(path), "ROWS", None)
     if not isinstance(rows, Sequence) or not rows or not all(isinstance(row, Row) for row in rows):
         raise UserError(

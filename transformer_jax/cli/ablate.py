@@ -58,7 +58,9 @@ def run(argv: Sequence[str]) -> None:
         print(f"warning: row {name} is left out: {reason}", flush=True)
     if options.report_only:
         from transformer_jax.ablation.report import write_report
+        from transformer_jax.ablation.runs import require_same_settings
 
+        require_same_settings(experiment)
         path = write_report(experiment, experiment.failures)
     else:
         from transformer_jax.ablation.runs import train_all

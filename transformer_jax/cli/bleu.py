@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from transformer_jax.cli.options import parse_options
 from transformer_jax.cli.text import check_output, read_pairs, write_lines
+from transformer_jax.evaluation.language import require_code
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ def run(argv: Sequence[str]) -> None:
     """Parse the options, read both files and print the scores."""
     options = parse_options(Options, argv, "bleu")
     check_output(None)
+    require_code(options.language, "--language")
     hypotheses, references = read_pairs(options.hypothesis, options.reference)
     from transformer_jax.evaluation.bleu import corpus_scores
     from transformer_jax.evaluation.plain_text import signs_of_processing

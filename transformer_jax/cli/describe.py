@@ -58,7 +58,7 @@ class Description:
     run_flops: int
     """Of all updates, were every batch full of target pieces; docs/results/table2.md has the paper's count."""
     training_bytes: int
-    """Parameters, gradients and Adam's moments on one device; activations come on top."""
+    """Parameters, gradients, Adam's moments and the moving average, if any, on one device; activations come on top."""
     shardings: Shardings | None = None
     """On the mesh that was asked for."""
 
@@ -105,7 +105,7 @@ def describe(config: Config, vocab_size: int) -> Description:
         forward_flops=forward,
         training_flops=training,
         run_flops=training * config.data.batch_tokens * config.train.steps,
-        training_bytes=STATE_BYTES * total,
+        training_bytes=(STATE_BYTES + (0 if config.optimizer.ema_decay is None else 4)) * total,
     )
 
 
@@ -142,6 +142,6 @@ def _page(description: Description) -> str:
         return "\n".join([*lines, *description.shardings.lines()])
     lines.append(
         f"Memory in training: {description.training_bytes / 2**30:.2f} GiB on each device for parameters, gradients "
-        "and Adam's moments; activations come on top"
+        "and the optimizer's state; activations come on top"
     )
     return "\n".join(lines)

@@ -87,6 +87,8 @@ def _parse(options: type, argv: Sequence[str], command: str, other_names: list[s
     for surplus in words[len(positional) :]:
         raise UserError(f"{surplus!r} is one word too many (see transformer-jax {command} --help)")
     values |= dict(zip(positional, words, strict=False))
+    for name in (name for name, value in values.items() if value == ""):  # "$RUN" of a shell where it is not set
+        raise UserError(f"{name.upper() if name in positional else _spelled(name)} is empty; give it a value")
     missing = [name.upper() if name in positional else _spelled(name) for name in required if name not in values]
     if missing:
         raise UserError(f"{' and '.join(missing)} must be given (see transformer-jax {command} --help)")

@@ -36,7 +36,7 @@ class Options:
     """
 
     config: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG")]
-    """A configuration file, with a variant or without: configs/base.py:en-fr."""
+    """A configuration file, with a variant or without: configs/base.py:fr."""
     workdir: str | None = None
     """Folder of the run that will be trained; what is made goes into its folder `data`. Or give --data.cache-dir, which
     any number of runs can share."""
@@ -76,13 +76,14 @@ def prepare(config: Config, workdir: str | None, processes: int | None, console:
     begin = time.monotonic()
     with _progress(console, count) as on_progress:
         store = build_store(splits.train, tokenizer, folder, processes=processes, on_progress=on_progress)
-    build_store(splits.dev, tokenizer, folder)
+    dev = build_store(splits.dev, tokenizer, folder)
     pieces = [int(offsets[-1]) for offsets in (store.source_offsets, store.target_offsets)]
     say(
         f"tokenized  {len(store):,} pairs, {pieces[0]:,} + {pieces[1]:,} word pieces, "
         f"{time.monotonic() - begin:,.0f} s, in {store.folder}"
     )
     plan = plan_batches(store.lengths, config.data, seed=config.train.seed, name=splits.train.name)
+    plan_batches(dev.lengths, config.data, seed=config.train.seed, name=splits.dev.name)  # or training would refuse it
     say(f"cleaned    {len(plan.kept):,} pairs are left; dropped are {plan.reasons}")
     outlook = plan.outlook
     say(

@@ -111,6 +111,8 @@ def _files(field: str, value: str) -> list[str]:
         return [_require_file(field, whole)]
     paths: list[str] = []
     for word in (os.path.expanduser(word.strip()) for word in value.split(",")):
+        if not word:
+            raise UserError(f"{field} is {value!r}, which has an empty name between commas; take that comma out")
         found = sorted(glob.glob(word)) if not os.path.exists(word) and glob.has_magic(word) else [word]
         if not found:
             raise UserError(f"{field} has the pattern {word}, which matches no file; check the path")
@@ -137,8 +139,10 @@ def _corpus_texts(config: DataConfig) -> tuple[dict[str, ParallelText], tuple[st
                 f"{', '.join(sorted(splits)) or 'none at all'}; choose a dataset with training text"
             )
         parts = {"train": "train", "dev": "validation", "test": "test"}
-        notes = test_set_notes(name, splits, {config.source_language, config.target_language})
-        return {part: splits[split] for part, split in parts.items() if split in splits}, notes
+        texts = {part: splits[split] for part, split in parts.items() if split in splits}
+        for text in texts.values():
+            text.check()
+        return texts, test_set_notes(name, splits, {config.source_language, config.target_language})
     if config.corpus not in _EMBEDDED:
         raise UserError(
             f"data.corpus is {config.corpus!r}, but must be {' or '.join(_EMBEDDED)}, or tfds:NAME/CONFIG, "

@@ -109,9 +109,9 @@ def build_store(
 ) -> TokenStore:
     """Tokenizes a text into a sub-folder of `folder`, or opens what an earlier call left there.
 
-    The sub-folder appears whole or not at all, so a killed build leaves nothing that could be mistaken for a store; the
-    next call goes on where it was. A process that finds another at work on the same text waits for it. A damaged store
-    is rebuilt, with a warning.
+    The sub-folder appears whole or not at all, so a killed or failed build leaves nothing that could be mistaken for a
+    store; the next call goes on where it was. A process that finds another at work on the same text waits for it. A
+    damaged store is rebuilt, with a warning.
 
     Args:
         text: the pairs; all are kept.
@@ -140,10 +140,11 @@ def build_store(
                     shutil.rmtree(final, ignore_errors=True)
             try:
                 _write(text, tokenizer, workplace, processes or processors(), on_progress)
-                if text.digest() != digest:
+                if _is_other(text, digest):
                     raise UserError(f"{text.name} changed while it was tokenized; run the command again")
-            except UserError:  # the text is at fault: what was made of it is of no use
-                shutil.rmtree(workplace, ignore_errors=True)
+            except UserError:
+                if _is_other(text, digest):  # else the next call goes on with what is there
+                    shutil.rmtree(workplace, ignore_errors=True)
                 raise
             try:
                 workplace.rename(final)
@@ -156,6 +157,13 @@ def build_store(
             f"tokenized text cannot be written to {folder} ({error.strerror or error}); "
             "make room there, or set data.cache_dir to another folder"
         ) from error
+
+
+def _is_other(text: ParallelText, digest: str) -> bool:
+    try:
+        return text.digest() != digest
+    except UserError:  # it cannot be read now
+        return False
 
 
 def _write(

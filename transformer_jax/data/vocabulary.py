@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import pathlib
+import tempfile
 from collections.abc import Callable
 
 import sentencepiece
@@ -40,6 +41,7 @@ def learn_vocabulary(
         else:
             say(f"tokenizer  {_pieces(tokenizer, config)} learned before from {text.name}")
             return tokenizer
+    _require_writable(folder)
     sentences = min(2 * text.check(), config.vocabulary_sentences)
     if sentences > _MANY:
         say(f"learning   {config.vocab_size:,} word pieces from {sentences:,} sentences, which takes minutes")
@@ -54,6 +56,16 @@ def learn_vocabulary(
     if tokenizer.size < config.vocab_size:
         say(f"           the text gives no more: data.vocab_size asked for {config.vocab_size:,}")
     return tokenizer
+
+
+def _require_writable(folder: pathlib.Path) -> None:
+    """Before minutes of learning, not after them."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written to ({error.strerror or error}); choose another folder") from error
 
 
 def _pieces(tokenizer: Tokenizer, config: DataConfig) -> str:

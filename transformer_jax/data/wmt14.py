@@ -1,11 +1,14 @@
 """What is known of the WMT14 text beforehand: how long its test set is, and which files it is made of."""
 
+import collections
 import pathlib
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from transformer_jax.data.parallel_text import ParallelText
+from transformer_jax.data.text import read_lines
+from transformer_jax.errors import UserError
 
 TEST_SENTENCES = 3_003
 """Pairs of newstest2014 for German, French, Czech and Russian; a filtered copy of 2,737 is in use too."""
@@ -27,14 +30,21 @@ def test_set_notes(name: str, splits: Mapping[str, ParallelText], languages: set
     )
 
 
-def files_without_segments(builder: Any, extracted: pathlib.Path) -> list[pathlib.Path]:
-    """The SGML files of a WMT builder, among those extracted, in which the library finds no sentence."""
+def fault_in_files(builder: Any, extracted: pathlib.Path) -> str | None:
+    """What is wrong with the first faulty file of a WMT builder, among those extracted: SGML in which the library finds
+    no sentence, or text that is not UTF-8."""
     from tensorflow_datasets.translate import wmt
 
     if not isinstance(builder, wmt.WmtTranslate):
-        return []
+        return None
     source, _ = builder.builder_config.language_pair
     names = {name for subsets in builder.subsets.values() for name in subsets}
-    paths = [path for name in sorted(names) for path in wmt.DATASET_MAP[name].get_path(source) if path.endswith(".sgm")]
-    found = [file for path in paths for file in sorted(extracted.glob(f"*/{path}"))]
-    return [file for file in found if not _SEGMENT.search(file.read_bytes())]
+    paths = [path for name in sorted(names) for path in wmt.DATASET_MAP[name].get_path(source)]
+    for file in (file for path in paths for file in sorted(extracted.glob(f"*/{path}"))):
+        if file.suffix == ".sgm" and not _SEGMENT.search(file.read_bytes()):
+            return f'{file} has no line <seg id="1">...</seg>'
+        try:
+            collections.deque(read_lines(file), maxlen=0)
+        except UserError as error:
+            return str(error).partition(";")[0]
+    return None

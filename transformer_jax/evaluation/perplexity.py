@@ -7,8 +7,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from transformer_jax.evaluation.language import language_of
+
 # Written without spaces between words.
-_WITHOUT_WORDS = frozenset({"ja", "km", "lo", "my", "th", "yue", "zh"})
+_WITHOUT_WORDS = frozenset({"ja", "km", "lo", "my", "th", "zh"})
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Perplexity:
 def perplexity(nats: float, pieces: int, references: Sequence[str], target_language: str) -> Perplexity:
     """From a sum of nats over `references`, which have so many word pieces, ends counted."""
     words = None
-    if target_language.lower().replace("_", "-").partition("-")[0] not in _WITHOUT_WORDS:
+    if language_of(target_language) not in _WITHOUT_WORDS:
         words = sum(len(reference.split()) + 1 for reference in references)
     characters = sum(len(reference) + 1 for reference in references)
     return Perplexity(

@@ -9,7 +9,9 @@ _MARKS = {
     re.compile("▁"): "SentencePiece's mark of a space; join the pieces first",
     re.compile(r"@@(?= |$)"): "the mark of subword-nmt's pieces; join them first (sed 's/@@ //g')",
     re.compile(r" @-@ |##AT##-##AT##"): "the mark of a split hyphen; score the text from before it was split",
-    re.compile(r"&(?:quot|apos|amp|lt|gt|#124|#91|#93);"): "escaped characters, by Moses or from SGML; unescape them",
+    re.compile(r"&(?:quot|apos|amp|lt|gt|nbsp|#\d+|#x[0-9a-fA-F]+);"): (
+        "escaped characters, by Moses or from SGML or HTML; unescape them"
+    ),
     re.compile(r"</?(?:seg|doc|refset|tstset|srcset)\b[^>]*>"): "SGML; take the text of its segments alone",
 }
 # White space before a full stop, at the end of a line.
