@@ -4,9 +4,9 @@
     python benchmarks/host_overhead.py --updates 50 --pairs 20000
 
 The loop of `training.loop` runs on made-up text of WMT14's lengths, against a train step that does nothing but hand the
-state on: so all the time there is, is the host's. The aims: under 2 ms an update, which hides behind the device's work
-on the update before, and a wait for data under 1 % of an update's time at a million pieces a second. Processor time
-counts all threads, the one that makes batches ahead among them; the loop's own thread is given apart.
+state on, and then sleeps as long as a device would work on the update at a million pieces a second. The aims: under 2
+ms an update of the loop's thread, which hides behind the device's work on the update before, and a wait for data under
+1 % of an update's time. Processor time counts all threads, those that make batches ahead among them.
 """
 
 import argparse
@@ -21,7 +21,6 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import transformer_jax as tj
 from transformer_jax.config import Config
@@ -34,7 +33,7 @@ METRICS = ("loss", "nll", "target_tokens", "gradient_norm", "update_norm", "para
 
 
 def main() -> None:
-    """Prints milliseconds an update, and the wait for data as a share of an update's time."""
+    """Prints what an update takes of time and of processor time, and how long it waits for its batch."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--pairs", type=int, default=60_000)
@@ -48,9 +47,14 @@ def measure(folder: pathlib.Path, updates: int, pairs: int) -> None:
     config = _config(folder, updates, pairs)
     clocks = time.perf_counter, time.process_time, time.thread_time
     marks: list[list[float]] = []
-    record = loop._Run._record
+    next_end = 0.0
+    record, work = loop._Run._record, 2 * config.data.batch_tokens / PIECES_PER_SECOND
 
     def marked(run: Any, *arguments: Any) -> None:
+        # The device begins an update when it has the one before behind it; `next_end` is when it has this one.
+        nonlocal next_end
+        time.sleep(max(next_end - time.perf_counter(), 0.0))
+        next_end = time.perf_counter() + work
         record(run, *arguments)
         marks.append([clock() for clock in clocks])
 
@@ -66,19 +70,11 @@ def measure(folder: pathlib.Path, updates: int, pairs: int) -> None:
     wall, processor, thread = ((end - begin) / (updates - 1) for begin, end in zip(marks[0], marks[-1], strict=True))
     lines = [line for line in read_metrics(folder / "run" / "metrics.jsonl") if line["step"] > config.train.log_every]
     counted = updates - config.train.log_every
-    total = {name: sum(line[f"{name}_seconds"] for line in lines) for name in ("data", "device", "host")}
-    pieces = float(np.mean([line["target_tokens"] for line in lines]))
-    print(f"wall             {wall * 1e3:8.3f} ms an update (aim: under 2)")
-    print(f"processor time   {processor * 1e3:8.3f} ms an update, all threads")
-    print(f"loop's thread    {thread * 1e3:8.3f} ms an update")
-    for name, seconds in total.items():
-        print(f"{name + '_seconds':16} {seconds / counted * 1e3:8.3f} ms an update")
-    step = 2 * pieces / PIECES_PER_SECOND
-    print(
-        f"an update of {2 * pieces:,.0f} pieces takes {step * 1e3:.1f} ms at {PIECES_PER_SECOND:,.0f} a second: ",
-        end="",
-    )
-    print(f"data wait {total['data'] / counted / step:.2%} of it (aim: under 1 %)")
+    wait = sum(line["data_seconds"] for line in lines) / counted
+    print(f"an update       {wall * 1e3:8.3f} ms, of which the device works {work * 1e3:.3f}")
+    print(f"loop's thread   {thread * 1e3:8.3f} ms of processor time an update (aim: under 2)")
+    print(f"all threads     {processor * 1e3:8.3f} ms")
+    print(f"wait for data   {wait * 1e3:8.3f} ms, {wait / wall:.2%} of an update (aim: under 1 %)")
 
 
 def _config(folder: pathlib.Path, updates: int, pairs: int) -> Config:

@@ -36,13 +36,18 @@ class Cell(NamedTuple):
     batch: str
     """growing: ROWS_PER_CHIP rows for each chip. fixed: the paper's 25,000 pieces, at least a row for each chip."""
     mesh: str = ""
-    """Overrides, such as "fsdp=8"."""
+    """Overrides, such as "fsdp=8" or "shard_weight_update=True"."""
 
     @property
     def file(self) -> pathlib.Path:
         """Its result."""
-        name = f"{self.config}_{self.topology.replace(':', '-')}_{self.batch}_{self.mesh.replace('=', '') or 'data'}"
+        name = f"{self.config}_{self.topology.replace(':', '-')}_{self.batch}_{self.mesh_name.replace('=', '')}"
         return FOLDER / f"{name}.json"
+
+    @property
+    def mesh_name(self) -> str:
+        """As the table shows it."""
+        return self.mesh.removesuffix("=True") or "data"
 
     @property
     def command(self) -> list[str]:
@@ -64,6 +69,8 @@ CELLS = [
     Cell("big", "v5e:2x4", "growing", "fsdp=8"),
     Cell("big", "v5e:16x16", "growing", "fsdp=8"),
     Cell("big", "v5e:16x16", "growing", "fsdp=16"),
+    Cell("big", "v5e:2x4", "growing", "shard_weight_update=True"),
+    Cell("big", "v5e:16x16", "growing", "shard_weight_update=True"),
     Cell("big", "v6e:16x16", "growing"),
     Cell("big", "v5p:4x8x8", "growing"),
     Cell("big", "v4:2x2x4", "growing"),
@@ -117,7 +124,7 @@ def moved_to(found: dict[str, Any], topology: str) -> dict[str, Any]:
 def line_of(cell: Cell, found: dict[str, Any], note: str = "") -> str:
     """A line of the table."""
     where = find_slice(cell.topology)
-    head = f"| {cell.config} | {cell.topology}{note} | {where.chips} | {cell.batch} | {cell.mesh or 'data'} |"
+    head = f"| {cell.config} | {cell.topology}{note} | {where.chips} | {cell.batch} | {cell.mesh_name} |"
     if "error" in found:
         return f"{head} does not fit: {found['error'].partition('it needs ')[2].partition(' on each')[0]} |"
     estimate, memory = found["estimate"], found["memory"]

@@ -90,7 +90,7 @@ def dev_sums(prepared, mesh, params):
 def search_collectives(config, params, mesh):
     program = shared(make_translate(config.model, config.search), mesh, 1)
     source = jax.ShapeDtypeStruct((8, 16), jnp.int32, sharding=rows_sharding(mesh))
-    compiled = program.lower(placed_shapes(params, mesh), source).compile(compiler_options=QUICK)
+    compiled = program.lower(placed_shapes(params, shardings(params, mesh)), source).compile(compiler_options=QUICK)
     return collectives(compiled.as_text())
 
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import pathlib
+import threading
 
 import ml_dtypes
 import numpy as np
@@ -19,17 +20,17 @@ def fail(message):
     raise AssertionError(message)
 
 
-def make_run(run, weights, keep=1000, minutes=None):
+def make_run(run, weights, keep=1000, minutes=None, tokenizer="T"):
     """A run's folder with a checkpoint for each step: {step: parameters}; a number is a constant weight.
 
-    `minutes` are those trained until each step.
+    `minutes` are those trained until each step, `tokenizer` is its digest.
     """
     run.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "tokenizer.model"):
         (run / name).write_text(name)
     checkpoints = Checkpoints(run / "checkpoints", keep=keep, warn=fail)
     for step, value in weights.items():
-        extra = {"tokenizer": "T", "text": "U"} | ({} if minutes is None else {"seconds": 60.0 * minutes[step]})
+        extra = {"tokenizer": tokenizer, "text": "U"} | ({} if minutes is None else {"seconds": 60.0 * minutes[step]})
         params = value if isinstance(value, dict) else {"layer": {"w": np.full((2, 3), value, np.float32)}}
         state = {"step": step, "params": params, "optimizer_state": {"count": np.int32(step)}}
         checkpoints.save(step, state, extra, score=None)
@@ -162,6 +163,47 @@ def test_other_shapes_are_refused(tmp_path):
     run = make_run(tmp_path / "run", {1: {"w": np.zeros(3)}, 2: {"w": np.zeros(4)}})
     with pytest.raises(UserError, match=r"checkpoint .*2 has parameters of other names or shapes than checkpoint 1"):
         average_run(run, 2)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    """Of equal shapes, so that a mean there would be, of numbers that have nothing to do with one another."""
+    run = make_run(tmp_path / "run", {1: 1.0})
+    make_run(tmp_path / "run", {2: 2.0}, tokenizer="another")
+    with pytest.raises(UserError, match=r"checkpoint .*2 is of another run than checkpoint 1, by its tokenizer"):
+        average_run(run, 2)
+    assert not (run / "averaged").exists()
+
+
+def test_two_at_once_take_turns(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "run", {1: 1.0, 2: 3.0})
+    save, working, errors = Checkpoints.save, [], []
+
+    def alone(*arguments, **options):
+        working.append(None)
+        assert len(working) == 1
+        save(*arguments, **options)
+        working.pop()
+
+    def average():
+        try:
+            average_run(run, 2)
+        except BaseException as error:
+            errors.append(error)
+
+    monkeypatch.setattr(Checkpoints, "save", alone)
+    threads = [threading.Thread(target=average) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert mean(run).params["layer"]["w"][0, 0] == 2.0
+    assert sorted(path.name for path in run.iterdir()) == ["averaged", "checkpoints", "config.json", "tokenizer.model"]
+
+
+def test_a_run_without_a_checkpoint_has_no_mean(tmp_path):
+    with pytest.raises(UserError, match="has no whole checkpoint to average: train the run first"):
+        average_run(make_run(tmp_path / "run", {}), 1)
 
 
 def test_a_damaged_checkpoint_is_left_out_loudly(tmp_path):

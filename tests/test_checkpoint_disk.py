@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import pytest
 from small_checkpoints import Run, abstract, make_tiny_state, numbered
 
+from transformer_jax.checkpointing.checkpoint_files import as_folder, publish, staging
 from transformer_jax.errors import UserError
 
 
@@ -159,3 +160,49 @@ def test_a_run_killed_while_saving_resumes_from_its_last_step(tmp_path, seed):
     assert int(restored.state["step"]) == restored.step
     assert all("cut short" in warning for warning in run.warnings)
     assert sorted(path.name for path in tmp_path.iterdir()) == numbered(tmp_path)
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/fd").is_dir(), reason="the names of open files are read there")
+def test_a_step_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """A machine that loses its power keeps renames and loses what was written before them: fsync comes first."""
+    fsync, done = os.fsync, []
+
+    def noted(descriptor):
+        fsync(descriptor)
+        done.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    folder = as_folder(tmp_path.resolve())
+    staged = staging(folder, 3, make_room=True)
+    (staged / "params" / "d").mkdir(parents=True)
+    for name in ("params/array", "params/d/0", "_METADATA"):
+        (staged / name).write_text(name)
+    monkeypatch.setattr(os, "fsync", noted)
+    publish(folder, 3, {"step": 3, "score": None, "extra": {}, "arrays": {}})
+    written = {"params/array", "params/d/0", "_METADATA", "record/record.json", "params", "params/d", "record", "."}
+    assert set(done[:-1]) == {os.path.normpath(tmp_path.resolve() / "3.tmp" / name) for name in written}
+    assert done[-1] == str(tmp_path.resolve())
+
+
+def test_a_kill_while_a_step_is_replaced_loses_neither(tmp_path):
+    """C4: between the two renames neither has the step's name; the old one gets it back."""
+    run = Run(tmp_path).save(2, 3)
+    (tmp_path / "3").rename(tmp_path / "3.replaced.tmp")
+    (tmp_path / "3.tmp").mkdir()
+    run = Run(tmp_path)
+    assert run.restore().step == 3 and numbered(tmp_path) == ["2", "3"]
+    assert [path.name for path in tmp_path.iterdir() if "tmp" in path.name] == []
+
+
+@pytest.mark.parametrize("make", ["file", "link"])
+def test_a_file_or_a_link_in_a_steps_place_does_not_stay_in_the_way(make, tmp_path):
+    """A link is taken away, what it leads to is not."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").write_text("x")
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    for name in ("5.tmp", "4.orbax-checkpoint-tmp"):
+        (folder / name).write_text("x") if make == "file" else (folder / name).symlink_to(elsewhere)
+    run = Run(folder).save(5)
+    assert [path.name for path in folder.iterdir()] == ["5"] and run.restore(5).step == 5
+    assert (elsewhere / "kept").exists()

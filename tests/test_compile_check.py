@@ -190,5 +190,8 @@ def test_the_real_train_step_and_translate_function_compile_for_a_tpu(tmp_path):
     assert train.estimate["flops"] * 4 == pytest.approx(train.model_flops, rel=0.02)
     assert train.compiler_flops < train.estimate["flops"] < train.estimate["padded_flops"]
     assert {each["kind"] for each in train.estimate["exchanges"]} == {"all-reduce"}
-    assert 0 < train.memory["temporaries"] < train.memory["capacity"]
+    # Beside the parameters there are Adam's two moments; batches are small.
+    assert train.memory["arguments"] == pytest.approx(3 * translate.memory["arguments"], rel=0.01)
     assert translate.open_loops and not train.open_loops
+    # Each device searches for itself: what is sent is the result, not something in each of the 32 steps.
+    assert 0 < sum(each["count"] for each in translate.estimate["exchanges"]) < 10

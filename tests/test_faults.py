@@ -1,15 +1,17 @@
 """Updates that are not finite: skipped, counted, survived by a stop; and what is left of a run that they end."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_runs import metrics, programs_kept_in, run_config, saved
 
-from transformer_jax.checkpointing.checkpoints import load_params
+from transformer_jax.checkpointing.checkpoints import Checkpoints, load_params
 from transformer_jax.cli.main import main
 from transformer_jax.data.batches import assemble, batches_from
 from transformer_jax.errors import UserError
@@ -154,3 +156,52 @@ def test_a_sound_update_gives_a_diagnosis_without_findings(small, capsys):
 def test_no_folder_of_a_fault(tmp_path, capsys):
     assert main(["diagnose", str(tmp_path)]) == 2
     assert "name RUN/fault-STEP" in capsys.readouterr().err
+
+
+def rewrite(name, change):
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+
+def flip(octets):
+    third = len(octets) // 3
+    return octets[:third] + bytes([octets[third] ^ 16]) + octets[third + 1 :]
+
+
+def other_parameters(folder):
+    """Those of a model of another size, as one has whose folders were mixed up."""
+    shutil.rmtree(folder / "checkpoints")
+    with contextlib.closing(Checkpoints(folder / "checkpoints", keep=1, warn=print)) as checkpoints:
+        checkpoints.save(0, {"params": {"w": jnp.ones(3)}}, score=None)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        *[
+            (rewrite(name, change), words)
+            for name in ("batch.npz", "config.json")
+            for change, words in (
+                (flip, f"{name} is not as it was written"),
+                (lambda octets: octets[: len(octets) // 2], f"{name} is not as it was written"),
+                (lambda octets: b"", f"{name} is not as it was written"),
+            )
+        ],
+        (rewrite("config.json", lambda octets: octets.replace(b'"d_ff": 16', b'"d_ff": 24')), "config.json is not"),
+        (rewrite("fault.json", lambda octets: octets.replace(b'"rows": [', b'"rows": [1, ')), "fault.json is not"),
+        (rewrite("fault.json", flip), "cannot be read as an update that failed"),
+        (rewrite("fault.json", lambda octets: b"[]"), "cannot be read as an update that failed"),
+        (rewrite("fault.json", lambda octets: b"{}"), "it has no 'sha256'"),
+        (lambda folder: (folder / "batch.npz").unlink(), "No such file"),
+        (lambda folder: shutil.rmtree(folder / "checkpoints" / "0"), "no checkpoint of step 0"),
+        (other_parameters, "is of another configuration: params/decoder"),
+    ],
+)
+def test_a_damaged_fault_is_one_sentence(damage, words, small, tmp_path, capsys):
+    """Every file has a digest: no wrong diagnosis of what is no longer the update that failed, and no traceback."""
+    prepared, planned, params, _ = small
+    fault = Fault.of(1, planned, {"loss": np.nan, "gradient_norm": np.nan, "learning_rate": 0.1})
+    write_fault(tmp_path / "fault-1", fault, prepared.config, planned, prepared.train, params)
+    damage(tmp_path / "fault-1")
+    assert main(["diagnose", str(tmp_path / "fault-1")]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1, error

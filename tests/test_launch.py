@@ -1,6 +1,7 @@
 """Whether a process is alone: what options, the environment and launchers say."""
 
 import os
+import re
 import socket
 
 import pytest
@@ -64,6 +65,7 @@ def test_hosts_of_a_tpu_slice_are_asked_of_the_metadata_server(environment):
         (("10.0.0.1:99999", 2, 0), "must be HOST:PORT"),
         (("10.0.0.1:8476", 2, 2), "--process is 2 of 2 --processes, but must be from 0 to 1"),
         (("10.0.0.1:8476", 2, -1), "--process is -1"),
+        (("10.0.0.1:8476", 0, 0), "--processes is 0, but must be at least 1"),
     ],
 )
 def test_wrong_options_are_named(given, words, environment):
@@ -80,6 +82,27 @@ def test_options_may_come_from_the_environment(environment):
     environment.setenv("JAX_PROCESS_ID", "one")
     with pytest.raises(UserError, match="JAX_PROCESS_ID is 'one'"):
         launch_arguments(None, None, None)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "MEGASCALE_NUM_SLICES", "JAX_NUM_PROCESSES"],
+)
+@pytest.mark.parametrize("text", ["two", "-1", "2.0", "4(x2)"])
+def test_a_variable_that_is_no_number_is_named(name, text, environment):
+    environment.delenv("JAX_PLATFORMS")
+    step = {**SLURM, "SLURM_NTASKS": "1"} if name.startswith("SLURM") else {}
+    for variable, value in {"TPU_ML_PLATFORM": "JAX", "TPU_WORKER_HOSTNAMES": "a", **step, name: text}.items():
+        environment.setenv(variable, value)
+    with pytest.raises(UserError, match=f"{name} is '{re.escape(text)}', but must be a whole number"):
+        launch_arguments(None, None, None)
+
+
+def test_a_variable_that_is_empty_is_none(environment):
+    """As where a script sets it from another that is not there."""
+    for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "OMPI_COMM_WORLD_SIZE"):
+        environment.setenv(name, "")
+    assert launch_arguments(None, None, None) is None
 
 
 def test_a_port_that_is_taken_is_named(environment):

@@ -14,10 +14,12 @@ from small_runs import programs_kept_in, run_config
 
 import transformer_jax.training.loop as loop
 from transformer_jax.data.batches import PlannedBatch, Shape
+from transformer_jax.errors import UserError
 from transformer_jax.model.flops import TRAINING, forward_flops
 from transformer_jax.parallel.chips import peak_flops
 from transformer_jax.training.loop import train
 from transformer_jax.training.metrics import read_metrics
+from transformer_jax.training.profiling import Profile
 from transformer_jax.training.reporting import Reporter
 from transformer_jax.training.throughput import Throughput
 
@@ -100,6 +102,34 @@ def test_a_run_that_ends_among_the_updates_to_record_keeps_what_there_was(tmp_pa
     assert "updates 2 to 3 are in" in (run / "log.txt").read_text()
     train(config, run, profile=range(2, 4))
     assert len(list((run / "profile").rglob("*.xplane.pb"))) == 1
+
+
+def test_a_trace_that_cannot_be_written_is_told_before_or_costs_no_run(tmp_path, monkeypatch):
+    """A file in the folder's place is refused at the start; a disk that is full at the end is a warning."""
+    (tmp_path / "profile").write_text("")
+    with pytest.raises(UserError, match=r"profile: cannot be a folder for the trace \(File exists\); make room"):
+        Profile(range(1, 3), tmp_path / "profile", print).__enter__()
+
+    def full():
+        raise RuntimeError("RESOURCE_EXHAUSTED: no space left\nand more")
+
+    said = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder, **options: None)
+    monkeypatch.setattr(jax.profiler, "stop_trace", full)
+    with Profile(range(1, 3), tmp_path / "trace", said.append) as recorder:
+        for step in (1, 2, 3):
+            with recorder.update(step):
+                pass
+            recorder.after(step)
+    assert said == ["warning: the trace of updates 1 to 2 could not be written: RESOURCE_EXHAUSTED: no space left"]
+
+
+def test_updates_to_record_that_were_made_before_are_told(tmp_path):
+    """As where a run is gone on with by the same command."""
+    said = []
+    with Profile(range(3, 5), tmp_path / "profile", said.append) as recorder, recorder.update(6):
+        pass
+    assert said == ["profile    nothing is recorded: updates 3 to 4 were not made by this command"]
 
 
 def test_seconds_are_split_and_add_up(monkeypatch):

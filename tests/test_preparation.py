@@ -158,3 +158,12 @@ def test_tokenized_text_may_lie_elsewhere(tmp_path):
     prepared = prepare(config, tmp_path / "run", print)
     assert prepared.train.folder.parent == tmp_path / "cache" and not (tmp_path / "run" / "data").exists()
     assert isinstance(prepared.train.folder, pathlib.Path)
+
+
+def test_more_parts_than_rows_are_refused(tmp_path):
+    """G1: a slip in train.accumulate would fill every batch up with empty rows, and take as many times as long."""
+    config = run_config(tmp_path / "text", train__accumulate=5)
+    with pytest.raises(UserError, match=r"train\.accumulate is 5, but a batch has 4 rows to share out"):
+        prepare(config, tmp_path / "run", print)
+    assert not (tmp_path / "run" / "config.json").exists()
+    prepare(run_config(tmp_path / "text", train__accumulate=4), tmp_path / "run", print)

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from transformer_jax.parallel import processes
 from transformer_jax.training import loop
 from transformer_jax.training.loop import train
 from transformer_jax.training.placing import rows_of
+from transformer_jax.training.preparation import prepare
 
 TESTS = pathlib.Path(__file__).parent
 
@@ -42,15 +44,20 @@ from transformer_jax.cli.main import main
 from transformer_jax.training import loop
 
 number, update = int(sys.argv[1]), int(sys.argv[2])
-place, updates = loop.place, []
+make_train_step, updates = loop.make_train_step, []
 
-def counting(*arguments, **options):
-    updates.append(None)
-    if len(updates) == update:
-        os.kill(os.getpid(), number)
-    return place(*arguments, **options)
+def make_counting(*given):
+    step = make_train_step(*given)
 
-loop.place = counting
+    def counting(state, batch):
+        updates.append(None)
+        if len(updates) == update:
+            os.kill(os.getpid(), number)
+        return step(state, batch)
+
+    return counting
+
+loop.make_train_step = make_counting
 sys.exit(main(["train", *sys.argv[3:]]))
 """
 
@@ -178,7 +185,7 @@ def run(index, what):
     if what == "fault" and index == 0:
         raise ZeroDivisionError("by nothing")
     if what != "nothing":
-        time.sleep(60)  # as in a collective
+        time.sleep(600)  # as in a collective
 
 try:
     with processes.joined(sys.argv[1], 2, int(sys.argv[2]), start_timeout=int(sys.argv[4])):
@@ -198,7 +205,7 @@ except UserError as error:
     ],
 )
 def test_the_error_of_one_process_ends_the_others(what, code, own, message, tmp_path):
-    """Within seconds, with its message, where they would wait for it for ever."""
+    """With its message, where they would wait for it for ever."""
     address = f"127.0.0.1:{free_port()}"
     codes, outputs = run_together(tmp_path, BESIDE, [(address, i, what, 60) for i in range(2)])
     assert codes == [code, code], outputs
@@ -237,3 +244,69 @@ def test_one_process_is_alone_and_alike(tmp_path):
     assert processes.gathered("all") == ["all"] and processes.is_first()
     with processes.first_alone("text"), processes.joined():
         pass
+
+
+# What comes before the first update.
+PREPARING = """
+import pathlib, sys
+from small_runs import pairs, run_config, write_pairs
+from transformer_jax.errors import UserError
+from transformer_jax.parallel import processes
+from transformer_jax.training.preparation import prepare
+
+address, index, what, text, run = sys.argv[1], int(sys.argv[2]), sys.argv[3], *map(pathlib.Path, sys.argv[4:])
+config = run_config(text)
+if index == 1 and what in ("dev", "test"):
+    write_pairs(text / f"{what}.tsv", pairs(20, seed=9))
+try:
+    with processes.joined(address, 2, index, start_timeout=250):
+        with processes.first_alone("preparing text"):
+            prepared = prepare(config, run, print)
+        processes.require_alike(prepared.common)
+        processes.gathered("")
+except UserError as error:
+    print("error:", error)
+    sys.exit(2)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["dev text", "test text", "folder behind --workdir"])
+def test_processes_that_would_wait_for_one_another_for_ever_are_told_before(what, tmp_path):
+    """J4: each host with a copy of its own of text or run: one more dev batch in one of them and the others wait; parts
+    of a checkpoint in two folders are none."""
+    prepare(run_config(tmp_path / "text-0"), tmp_path / "run-0", print)
+    shutil.copytree(tmp_path / "run-0", tmp_path / "run-1")
+    address, word = f"127.0.0.1:{free_port()}", what.split(" ")[0]
+    runs = [tmp_path / f"run-{i if word == 'folder' else 0}" for i in range(2)]
+    arguments = [(address, i, word, tmp_path / f"text-{i}", runs[i]) for i in range(2)]
+    codes, outputs = run_together(tmp_path, PREPARING, arguments)
+    assert codes == [2, 2], outputs
+    assert f"has another {what}" in outputs[1] and "than process 0: start all processes" in outputs[1]
+    assert "Traceback" not in "".join(outputs)
+
+
+LATE = """
+import sys, time
+import jax, jax.numpy as jnp, numpy as np
+from transformer_jax.config import MeshConfig
+from transformer_jax.parallel import connecting, mesh, processes
+
+address, index = sys.argv[1], int(sys.argv[2])
+with processes.joined(address, 2, index, start_timeout=250):
+    devices = mesh.make_mesh(MeshConfig(data=2, fsdp=2))
+    connecting.connect(devices)
+    ones = jax.make_array_from_callback((4,), mesh.rows_sharding(devices), lambda where: np.ones(1, np.float32))
+    if index == 1:
+        time.sleep(33)  # compiling what the other had in its cache
+    print("sum", float(jax.jit(jnp.sum, out_shardings=mesh.replicated(devices))(ones)))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_may_come_late_to_the_first_exchange(tmp_path):
+    """J4: without `connect` gloo waits for 30 s, and a run that was stopped could not go on where compiling takes
+    longer."""
+    address = f"127.0.0.1:{free_port()}"
+    codes, outputs = run_together(tmp_path, LATE, [(address, i) for i in range(2)], devices=2)
+    assert codes == [0, 0] and all("sum 4.0" in output for output in outputs), outputs

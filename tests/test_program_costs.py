@@ -19,8 +19,10 @@ from transformer_jax.compile_check.collectives import replica_group
 from transformer_jax.compile_check.costs import program_costs
 from transformer_jax.compile_check.hlo import Instruction, parse
 from transformer_jax.compile_check.products import Product
+from transformer_jax.compile_check.roofline import HOP_SECONDS, exchange_seconds
 from transformer_jax.model.flops import forward_flops
 from transformer_jax.model.transformer import Transformer
+from transformer_jax.parallel.chips import find_slice
 
 # On 8 devices: a scan of 5 products whose batch is shared out, and the mean of all; a psum; a scan in a scan.
 PROGRAM = """
@@ -197,6 +199,31 @@ def test_text_that_is_no_program_is_refused():
         parse("HloModule m\n")
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "links"),
+    [
+        ('"emitter":"RotatedPincerEmitter","strategy":"StrategyND"', 4),
+        ('"emitter":"RotatedPincerEmitter","strategy":"UniDirectionNDRingStrategy"', 4),
+        ('"emitter":"AllGatherWithNetRouterEmitter"', 4),
+        ('"emitter":"1DAllGatherNonMajorDimImbalanced"', 2),
+        ('"emitter":"SingleInputAllReduceScatterFusion","strategy":"StrategyRing"', 2),
+        ('"emitter":"RotatedPincerEmitter","strategy":"UniDirection1DRingStrategy"', 2),
+    ],
+)
+def test_an_exchange_along_one_ring_has_two_links_however_many_axes_there_are(algorithm, links):
+    """As libtpu names its algorithms; on 16 x 16 chips of v5e, both axes rings."""
+    gather = "f32[256,1024]{1,0:T(8,128)} all-gather(%x), channel_id=1, replica_groups=[1,256]<=[256], dimensions={0}"
+    text = (
+        f"{TPU_HEAD}ENTRY %main (x: f32[1,1024]) -> f32[256,1024] {{\n  %x = f32[1,1024]{{1,0:T(1,128)}} parameter(0)\n"
+        f'  ROOT %g = {gather}, backend_config={{"collective_algorithm_config":{{{algorithm}}}}}\n}}\n'
+    )
+    [(_, collective)] = exchanges(program_costs(parse(text)))
+    places = [(x, y) for x in range(16) for y in range(16)]
+    hops = 128 if links == 2 else 16
+    seconds = 255 * 1024 * 4 / (links * 45e9) + hops * HOP_SECONDS
+    assert exchange_seconds(collective, find_slice("v5e:16x16"), places) == pytest.approx(seconds)
+
+
 SPREAD = (
     TPU_HEAD
     + """%started (p: f32[8,128]) -> f32[32,128] {
@@ -242,3 +269,26 @@ def test_an_exchange_that_fusions_carry_on_counts_once_and_their_products_too():
     assert flops(program) == 2 * 8**3
     start, product, done, _ = program.operations
     assert start.starts == done.waits_for and not product.starts
+
+
+def test_a_product_does_not_move_the_buffers_of_the_exchange_that_it_carries_on():
+    """They are its operands and, in place, its results, at every turn of a loop; the exchange moves them once."""
+    plain, gathered = "f32[8,128]{1,0:T(8,128)}", "f32[32,128]{1,0:T(8,128)}"
+    text = SPREAD.replace("%carried (p.1: f32[8,128],", "%carried (p.1: f32[8,128], whole: f32[32,128],")
+    text = text.replace("-> (bf16[8,8]) {", "-> (bf16[8,8], f32[8,128], f32[32,128]) {")
+    text = text.replace(
+        "%a = bf16[8,8]{1,0} parameter(1)", f"%whole = {gathered} parameter(1)\n  %a = bf16[8,8]{{1,0}} parameter(3)"
+    )
+    text = text.replace("  ROOT %c = bf16", "  %c = bf16").replace(
+        "dim_labels=bf_io->bf\n",
+        f"dim_labels=bf_io->bf\n  ROOT %t = (bf16[8,8]{{1,0}}, {plain}, {gathered}) tuple(%c, %p.1, %g.1)\n",
+    )
+    text = text.replace(
+        "%product = bf16[8,8]{1,0} fusion(%x, %u, %v), kind=kOutput, calls=%carried",
+        f"%product = (bf16[8,8]{{1,0}}, {plain}, {gathered}) fusion(%x, %async-collective-start, %v, %u), "
+        "kind=kOutput, output_to_operand_aliasing={{1}: (0, {}), {2}: (1, {})}, calls=%carried",
+    )
+    start, product, *_ = program_costs(parse(text)).operations
+    assert start.hbm_bytes == (8 + 32) * 128 * 4
+    assert product.hbm_bytes == 3 * 8 * 8 * 2
+    assert flops(program_costs(parse(text))) == 2 * 8**3

@@ -9,8 +9,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
+import jax
+import numpy as np
 import pytest
 from small_runs import metrics, pairs, programs_kept_in, run_config, saved, write_pairs
 
@@ -18,10 +21,12 @@ from transformer_jax.config_loading import load_config
 from transformer_jax.data.batches import batches_from
 from transformer_jax.data.tokenizer import Tokenizer
 from transformer_jax.errors import UserError
-from transformer_jax.training import loop
+from transformer_jax.parallel.mesh import make_mesh
+from transformer_jax.training import loop, placing
 from transformer_jax.training.interruption import only_process
 from transformer_jax.training.loop import train
 from transformer_jax.training.metrics import MetricsWriter, read_metrics
+from transformer_jax.training.placing import place
 from transformer_jax.training.preparation import prepare
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -121,35 +126,62 @@ def test_every_pair_is_taken_in_its_turn_across_a_stop_and_an_epochs_end(packing
         assert first + taken(*position, 8 - stop)[0] == whole
 
 
+def watch_updates(monkeypatch, watch):
+    """Calls `watch` with the batch of each update that the loop begins; batches are made ahead, in threads."""
+    make_train_step = loop.make_train_step
+
+    def make_watched(*given):
+        step = make_train_step(*given)
+
+        def watched(state, batch):
+            watch(batch)
+            return step(state, batch)
+
+        return watched
+
+    monkeypatch.setattr(loop, "make_train_step", make_watched)
+
+
 def test_the_loop_takes_the_batches_that_follow_its_checkpoint(stopped, straight, monkeypatch):
-    """C2: in the loop itself, through the end of an epoch."""
+    """C2: in the loop itself, through the end of an epoch; the checkpoint is not of what was made ahead."""
     consumed = []
-    place = loop.place
-    monkeypatch.setattr(
-        loop, "place", lambda planned, *rest, **options: consumed.append(planned) or place(planned, *rest, **options)
-    )
+    watch_updates(monkeypatch, lambda batch: consumed.append(jax.device_get(batch)))
     folder, config = stopped
     train(config, folder)
-    plan = prepare(config, folder, print).plan
-    expected = [planned for _, _, planned in itertools.islice(batches_from(plan, 0, 0), 6)][3:]
-    assert [batch.examples.tolist() for batch in consumed] == [batch.examples.tolist() for batch in expected]
-    assert len(plan.epoch(0)) < 6
+    prepared = prepare(config, folder, print)
+    planned = [batch for _, _, batch in itertools.islice(batches_from(prepared.plan, 0, 0), 6)][3:]
+    expected = [place(batch, prepared.train, make_mesh(config.mesh)) for batch in planned]
+    jax.tree.map(np.testing.assert_array_equal, consumed, jax.device_get(expected))
+    assert len(prepared.plan.epoch(0)) < 6
 
 
 def test_a_run_that_is_to_stop_leaves_the_validation_to_the_next_command(straight, tmp_path, monkeypatch):
     """C1: a validation may take longer than the time between SIGTERM and SIGKILL; lines and scores are the same."""
-    place, updates = loop.place, itertools.count(1)
-
-    def place_and_signal(*given, **options):
-        if next(updates) == 4:
-            signal.raise_signal(signal.SIGTERM)
-        return place(*given, **options)
-
-    monkeypatch.setattr(loop, "place", place_and_signal)
+    updates = itertools.count(1)
+    watch_updates(monkeypatch, lambda _: next(updates) == 4 and signal.raise_signal(signal.SIGTERM))
     with pytest.raises(SystemExit) as stop:
         train(straight[1], tmp_path / "run")
     assert stop.value.code == 143 and saved(tmp_path / "run")[4]["score"] is None
     assert metrics(tmp_path / "run")[-1]["step"] == 4 and "dev_bleu" not in metrics(tmp_path / "run")[-1]
+    train(straight[1], tmp_path / "run")
+    assert saved(tmp_path / "run") == saved(straight[0]) and metrics(tmp_path / "run") == metrics(straight[0])
+
+
+def test_a_run_whose_text_cannot_be_read_any_more_ends_with_that_error(straight, tmp_path, monkeypatch):
+    """C2: the updates before that batch are made and kept, and the thread that met the error keeps nothing waiting."""
+    assemble, numbers = placing.assemble, itertools.count(1)
+
+    def failing(*given, **options):
+        if threading.current_thread().name == "prefetch" and next(numbers) == 5:
+            raise OSError("the disk is gone")
+        return assemble(*given, **options)
+
+    monkeypatch.setattr(placing, "assemble", failing)
+    with pytest.raises(OSError, match="the disk is gone"):
+        train(straight[1], tmp_path / "run")
+    assert max(saved(tmp_path / "run")) == 4
+    assert [thread for thread in threading.enumerate() if thread.name == "prefetch"] == []
+    monkeypatch.undo()
     train(straight[1], tmp_path / "run")
     assert saved(tmp_path / "run") == saved(straight[0]) and metrics(tmp_path / "run") == metrics(straight[0])
 
@@ -257,6 +289,20 @@ def test_another_tokenizer_or_text_is_refused(straight, tmp_path):
     assert given.size > 0
     with pytest.raises(UserError, match=r"is not the tokenizer of data.tokenizer"):
         train(mine, folder)
+
+
+def test_checkpoints_of_another_run_are_refused(straight, tmp_path):
+    """C7: of the same text, tokenizer and sizes, so that nothing but what they were trained with tells them apart."""
+    folder = tmp_path / "run"
+    shutil.copytree(straight[0], folder)
+    config = dataclasses.replace(straight[1], train=dataclasses.replace(straight[1].train, seed=1))
+    (folder / "config.json").write_text(config.to_json())
+    before = saved(folder)
+    with pytest.raises(
+        UserError, match=r"checkpoints is of another run: it was trained with train\.seed 0, and .* has 1"
+    ):
+        train(config, folder)
+    assert saved(folder) == before
 
 
 @pytest.mark.parametrize(

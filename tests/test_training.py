@@ -196,6 +196,24 @@ def test_a_finished_run_run_again_prints_its_scores_and_changes_nothing(run, cap
     assert "chrF2" in out and "scoring" not in out and "compiled" not in out
 
 
+@pytest.mark.parametrize("changes", [{"search__beam_size": 3}, {"train__average_checkpoints": 1}, {"text": "test"}])
+def test_scores_of_another_search_mean_or_text_are_not_those_that_are_there(changes, run, tmp_path, capsys):
+    """None of these changes an update, so the run takes them: the scores that it then prints must be by them."""
+    folder, config = tmp_path / "run", run[1]
+    shutil.copytree(run[0], folder)
+    if "text" in changes:
+        other = write_pairs(tmp_path / "test.tsv", pairs(2, seed=8))
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, test_source=other))
+    for section, name in (key.split("__") for key in changes if "__" in key):
+        part = dataclasses.replace(getattr(config, section), **{name: changes[f"{section}__{name}"]})
+        config = dataclasses.replace(config, **{section: part})
+    train(config, folder)
+    results = json.loads((folder / "results.json").read_text())
+    assert "scoring" in capsys.readouterr().out
+    assert results["averaged_steps"] == ([6] if "train__average_checkpoints" in changes else [4, 6])
+    assert results["scores"]["sentences"] == (2 if "text" in changes else 3)
+
+
 def test_a_damaged_mean_is_passed_over_loudly(run, tmp_path):
     """The run's own checkpoints are sound: they translate."""
     folder = tmp_path / "run"
@@ -265,7 +283,7 @@ def test_validation_scores_every_sentence(tmp_path):
     assert "loss over 10 pairs of 11, the first 11 translated" in log
 
 
-def test_updates_that_are_not_finite_end_the_run(tmp_path):
+def test_updates_that_are_not_finite_end_the_run(tmp_path, monkeypatch):
     """N3: a learning rate of 1e4 after a good checkpoint; no checkpoint is saved that is not finite."""
     config = run_config(tmp_path / "text", train__steps=5, train__checkpoint_every=5)
     train(config, tmp_path / "run")
@@ -274,7 +292,8 @@ def test_updates_that_are_not_finite_end_the_run(tmp_path):
         tmp_path / "text", train__steps=40, train__checkpoint_every=1, train__keep_checkpoints=50,
         train__evaluate_every=50, train__skip_limit=3, optimizer__learning_rate=1e4,
     )  # fmt: skip
-    (tmp_path / "run" / "config.json").write_text(wild.to_json())
+    # Another learning rate is refused otherwise.
+    monkeypatch.setattr("transformer_jax.training.preparation._binding", lambda config: {})
     with pytest.raises(
         UserError,
         match=r"last of 3 skipped in a row .* the (loss|gradient norm) is (nan|inf) .*checkpoint \d+ is sound",

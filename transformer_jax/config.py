@@ -213,6 +213,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "data.")
+        for name in vars(self):
+            require(getattr(self, name) != "", f"data.{name}", "", "given a value, or left out")
         require_positive("data", self, "vocab_size", "vocabulary_sentences", "batch_tokens", "row_length")
         require(
             self.vocabulary_sentences >= 1000, "data.vocabulary_sentences", self.vocabulary_sentences, "at least 1000"
@@ -281,6 +283,9 @@ class MeshConfig:
     """Devices that share out a batch's rows and the parameters: each holds a part and gathers the rest when used."""
     tensor: int = 1
     """Devices that share out heads, feed-forward width and word pieces within a layer."""
+    shard_weight_update: bool = False
+    """Share out the weight update over `data` too (ZeRO stage 1): each device holds and updates a part of every matrix,
+    its moments and its moving average, and gathers the rest at each step, in model.dtype. The update is the same."""
 
     def __post_init__(self) -> None:
         check_types(self, "mesh.")
@@ -369,6 +374,7 @@ class Config:
     """The training loop."""
 
     def __post_init__(self) -> None:
+        check_types(self, "")
         require(
             self.model.positions == "sinusoidal" or self.data.max_length <= self.model.max_positions,
             "data.max_length",

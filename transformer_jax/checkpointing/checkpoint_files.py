@@ -154,10 +154,17 @@ def read_record(folder: AnyPath) -> dict[str, Any]:
 
 
 def write_record(folder: epath.Path, body: Mapping[str, Any]) -> None:
-    """Writes the record of one step, with a digest of its own; nothing may be written to the step after it."""
+    """Writes the record of one step, with a digest of its own; nothing may be written to the step after it.
+
+    On a local disk all of the step is there when this returns, should the machine lose its power in the next moment.
+    """
     body = {**body, "files": {_relative(path, folder): _size(path) for path in _files(folder)}}
     (folder / "record").mkdir(parents=True, exist_ok=True)
     (folder / "record" / "record.json").write_text(json.dumps({"sha256": json_digest(body), **body}))
+    if not is_remote(folder):
+        for path, _, names in os.walk(folder, topdown=False):
+            for name in (*names, ""):
+                _to_disk(os.path.join(path, name))
 
 
 def require_whole(folder: epath.Path, record: Mapping[str, Any], under: str = "") -> None:
@@ -174,6 +181,19 @@ def require_whole(folder: epath.Path, record: Mapping[str, Any], under: str = ""
                 raise DamagedError(f"its file {name} is missing") from error
             if found != size:
                 raise DamagedError(f"its file {name} has {found} bytes, where {size} were written")
+
+
+def _to_disk(path: AnyPath) -> None:
+    is_folder = os.path.isdir(path)  # of which the names in it are meant
+    try:
+        descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        if not is_folder:  # not every system does it for folders
+            raise
 
 
 def _files(folder: epath.Path) -> Iterator[epath.Path]:
@@ -212,6 +232,7 @@ def publish(folder: epath.Path, step: int, body: Mapping[str, Any]) -> None:
     if target.exists():
         target.rename(replaced)
     place.rename(target)
+    _to_disk(folder)
     remove(replaced)
 
 
@@ -224,13 +245,19 @@ def remove_step(folder: epath.Path, step: int) -> None:
 
 
 def remove(place: epath.Path) -> None:
-    """Removes a folder with all that is in it, so far as it is there and can be removed; its record first."""
+    """Removes a folder with all that is in it, so far as it is there and can be removed; its record first.
+
+    Of a link only itself.
+    """
     if is_remote(place):
         (place / "record" / "record.json").unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             place.rmtree(missing_ok=True)
-    else:
+    elif os.path.isdir(place) and not os.path.islink(place):
         shutil.rmtree(place, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            place.unlink()
 
 
 def remove_unfinished(folder: epath.Path, step: int) -> None:
@@ -246,6 +273,14 @@ def remove_unfinished(folder: epath.Path, step: int) -> None:
         time.sleep(0.1)
         if not any(folder.glob(f"{step}.tmp*")):
             break
+
+
+def put_back(folder: epath.Path) -> None:
+    """Gives a step its name back that was being replaced when the process was killed, before the new one had it."""
+    for path in [] if is_remote(folder) else list(folder.glob("*.replaced.tmp")):
+        step = folder / path.name.partition(".")[0]
+        if not step.exists():
+            path.rename(step)
 
 
 def leftovers(folder: epath.Path) -> list[epath.Path]:

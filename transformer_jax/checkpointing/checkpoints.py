@@ -34,6 +34,7 @@ from transformer_jax.checkpointing.checkpoint_files import (
     none_sound,
     numbered_steps,
     publish,
+    put_back,
     remove,
     remove_step,
     remove_unfinished,
@@ -95,6 +96,8 @@ class Checkpoints:
         self._executor = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            if _is_primary():
+                put_back(self._folder)
             cut_short = leftovers(self._folder)
         except OSError as error:
             raise UserError(f"cannot use {self._folder} for checkpoints: {error}; choose another folder") from error

@@ -84,7 +84,8 @@ def describe_shardings(config: Config, vocab_size: int, devices: int | None) -> 
     model = dataclasses.replace(config.model, vocab_size=vocab_size)
     optimizer = make_optimizer(config.optimizer, model.d_model, config.train.steps)
     state = jax.eval_shape(lambda: init_state(model, optimizer, 0))
-    placed = rules.placed_shapes(state, mesh)
+    over_data = config.mesh.shard_weight_update
+    placed = rules.placed_shapes(state, rules.shardings(state, mesh, over_data=over_data))
     parameters = {
         rules.path_name(path): ParameterSharding(list(leaf.shape), _axes(leaf, mesh), _held_bytes(leaf))
         for path, leaf in jax.tree_util.tree_flatten_with_path(placed.params)[0]
@@ -94,7 +95,7 @@ def describe_shardings(config: Config, vocab_size: int, devices: int | None) -> 
         parameters,
         sum(each.bytes_per_device for each in parameters.values()),
         sum(_held_bytes(leaf) for leaf in jax.tree.leaves(placed.optimizer_state)),
-        rules.kept_whole(state.params, mesh),
+        rules.kept_whole(state.params, mesh, over_data=over_data),
     )
 
 

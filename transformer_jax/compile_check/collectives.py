@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from transformer_jax.compile_check.hlo import Computation, Instruction, Module
 
+# libtpu's algorithms: "StrategyND" goes along all axes, "StrategyRing" and "1DAllGatherNonMajorDim" along one ring.
+_ONE_RING = re.compile(r'"(?:emitter|strategy)":"\w*(?:1D|StrategyRing)')
+
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
@@ -22,6 +25,8 @@ class Collective:
     """What each device has afterwards."""
     channel: str = ""
     """The number by which parts of one exchange know one another."""
+    one_ring: bool = False
+    """Whether the compiler says that it goes along one ring through all devices, not along all axes side by side."""
 
     @property
     def full_bytes(self) -> int:
@@ -37,7 +42,8 @@ def find_collective(module: Module, computation: Computation, found: Instruction
         have = sum(array.logical_bytes for array in found.arrays)
         if found.opcode.endswith("-start") and kind in ("all-gather", "collective-permute"):
             have = max(array.logical_bytes for array in found.arrays)  # (operand, result, ...): not both
-        return Collective(kind, replica_group(found), put, have, found.attribute("channel_id") or "")
+        one_ring = _ONE_RING.search(found.attributes) is not None
+        return Collective(kind, replica_group(found), put, have, found.attribute("channel_id") or "", one_ring)
     if found.opcode in ("async-start", "fusion"):
         for name in found.called:
             inner = module.computations[name]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from transformer_jax.compile_check.collectives import Collective, find_collective
 from transformer_jax.compile_check.hlo import Computation, Instruction, Module
 from transformer_jax.compile_check.products import Product, products
-from transformer_jax.compile_check.traffic import copied_bytes, moved_bytes
+from transformer_jax.compile_check.traffic import carried_bytes, copied_bytes, moved_bytes
 
 # They name, rename or promise buffers, and move nothing.
 _FREE = {
@@ -100,16 +100,17 @@ class _Walk:
         if found.opcode.endswith("-done"):
             return replace(plain, waits_for=found.operands[0])
         starts = found.name if found.opcode.endswith("-start") else ""
-        collective = find_collective(self.module, computation, found)
+        collective, carried = find_collective(self.module, computation, found), 0
         if collective is not None and found.opcode == "fusion":
             # An exchange spread over fusions: a start, products that carry it on while they run, and a done.
             if found.name.startswith("async-collective-start"):
                 self.spread.add(collective.channel)
-                return replace(plain, collective=collective, starts=collective.channel)
+                moved = collective.operand_bytes + collective.result_bytes
+                return replace(plain, collective=collective, hbm_bytes=moved, starts=collective.channel)
             if found.name.startswith("async-collective-done"):
                 return replace(plain, waits_for=collective.channel)
             if collective.channel in self.spread:
-                collective = None
+                collective, carried = None, carried_bytes(self.module, computation, found)
             elif found.called[0].startswith("all-reduce-scatter"):  # TPU's: each device keeps its part of the sum
                 part = sum(array.logical_bytes for array in found.arrays)
                 collective = replace(collective, kind="reduce-scatter", result_bytes=part)
@@ -122,7 +123,7 @@ class _Walk:
             plain,
             products=tuple(products(self.module, computation, found)),
             vector_elements=_vector_elements(self.module, found),
-            hbm_bytes=moved_bytes(self.module, computation, found),
+            hbm_bytes=moved_bytes(self.module, computation, found) - carried,
         )
 
 

@@ -28,6 +28,7 @@ from transformer_jax.parallel.mesh import make_mesh, row_shares, rows_sharding
 from transformer_jax.training.state import init_params, init_state, make_optimizer
 from transformer_jax.training.step import make_train_step
 from transformer_jax.translation.batching import rows_for
+from transformer_jax.translation.sharing import shared
 from transformer_jax.translation.translate import make_translate
 
 SENTENCE_WIDTH = 32
@@ -119,7 +120,7 @@ def check_train_step(config: Config, where: Slice, devices: list[Any]) -> Report
     rows, width = training_shape(config, row_shares(mesh) * config.train.accumulate)
     optimizer = make_optimizer(config.optimizer, config.model.d_model, config.train.steps)
     state = jax.eval_shape(functools.partial(init_state, config.model, optimizer, 0))
-    state = _placed(state, rules.shardings(state, mesh))
+    state = rules.placed_shapes(state, rules.shardings(state, mesh, over_data=config.mesh.shard_weight_update))
     field: Any = jax.ShapeDtypeStruct((rows, width), jnp.int32, sharding=rows_sharding(mesh))
     step: Any = make_train_step(config, optimizer, mesh)
     compiled = _compile(lambda: step.lower(state, Batch(*[field] * len(Batch._fields))), where)
@@ -130,19 +131,20 @@ def check_train_step(config: Config, where: Slice, devices: list[Any]) -> Report
 def check_translate(config: Config, where: Slice, devices: list[Any]) -> Report:
     """Compiles the translate function for the widest batch of sentences of SENTENCE_WIDTH pieces on each device.
 
-    It lies on the mesh as `translation.sharing` lays it. The search is counted as if it took as many steps as
-    a sentence has source pieces: how many it takes is known when it ends.
+    Of several devices each searches its share of the rows for itself, as `translation.sharing` has it. The search is
+    counted as if it took as many steps as a sentence has source pieces: how many it takes is known when it ends.
     """
     model = _with_vocabulary(config)
     mesh = make_mesh(config.mesh, devices=devices)
     shares = row_shares(mesh)
     rows = rows_for(SENTENCE_WIDTH, config.search.batch_tokens, "many") * shares
     params = jax.eval_shape(functools.partial(init_params, model, 0))
-    params = _placed(params, rules.shardings(params, mesh))
+    params = rules.placed_shapes(params, rules.shardings(params, mesh))
     source = jax.ShapeDtypeStruct((rows, SENTENCE_WIDTH), jnp.int32, sharding=rows_sharding(mesh))
     translate: Any = make_translate(model, config.search)
-    with jax.set_mesh(mesh):
-        compiled = _compile(lambda: translate.lower(params, source), where)
+    if mesh.size > 1:
+        translate = shared(translate, mesh, 1)
+    compiled = _compile(lambda: translate.lower(params, source), where)
     shape = (rows, SENTENCE_WIDTH, SENTENCE_WIDTH)
     return _report("translate", where, mesh, compiled, shape, None, rows * SENTENCE_WIDTH, SENTENCE_WIDTH)
 
@@ -158,12 +160,6 @@ def training_shape(config: Config, multiple: int) -> tuple[int, int]:
 def _with_vocabulary(config: Config) -> ModelConfig:
     """As many pieces as the tokenizer may have, where the model does not say."""
     return dataclasses.replace(config.model, vocab_size=config.model.vocab_size or config.data.vocab_size)
-
-
-def _placed(shapes: Any, shardings: Any) -> Any:
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
-    )
 
 
 def _compile(lower: Callable[[], Any], where: Slice) -> Any:

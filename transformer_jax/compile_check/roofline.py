@@ -141,13 +141,15 @@ def exchange_seconds(collective: Collective, where: Slice, places: Sequence[Coor
     """Time of one collective with all links of the axes that its group spans in use, both ways.
 
     A ring of n chips passes (n - 1) / n of an array over two links, a line over one; axes work side by side, each on
-    its part of the array. An all-reduce is a reduce-scatter and an all-gather.
+    its part of the array, unless the exchange goes along one ring. An all-reduce is a reduce-scatter and an all-gather.
     """
     group = [places[i] for i in collective.group] if collective.group else list(places)
     chips = list(dict.fromkeys(group))
     if len(chips) == 1:
         return 0.0
     bandwidth, hops = _links(chips, where)
+    if collective.one_ring:
+        bandwidth, hops = min(bandwidth, 2 * where.chip.link_bandwidth), len(chips) // 2
     part = (len(chips) - 1) / len(chips)
     if collective.kind == "all-reduce":
         return 2 * (collective.full_bytes * part / bandwidth + hops * HOP_SECONDS)

@@ -1,7 +1,12 @@
 """Bytes that the instructions of a compiled program move to and from the device's main memory."""
 
+import re
+
+from transformer_jax.compile_check.collectives import COLLECTIVES
 from transformer_jax.compile_check.hlo import Array, Computation, Instruction, Module
 
+# `{2}: (1, {})`: result 2 of a fusion lies where its operand 1 does.
+_ALIASED = re.compile(r"\{(\d+)\}: \((\d+), \{\}\)")
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # the operand that holds what is written into operand 0
 
@@ -24,6 +29,25 @@ def moved_bytes(module: Module, computation: Computation, found: Instruction) ->
     """Bytes read and written: of a slice the slice, of an update in place the update, inside a fusion nothing."""
     return _written(module, computation, found) + sum(
         _read(module, computation, found, i) for i in range(len(found.operands))
+    )
+
+
+def carried_bytes(module: Module, computation: Computation, found: Instruction) -> int:
+    """Of a fusion's `moved_bytes` those that it does not move: buffers of an exchange that it carries on, in and out.
+
+    libtpu spreads an exchange over products that run meanwhile, and each of these has its buffers among its operands
+    and, in the same place, among its results.
+    """
+    inner = module.computations[found.called[-1]]
+    parts = [inner.by_name[name].opcode for name in inner.root.operands]
+    own = [
+        (int(result), int(operand))
+        for result, operand in _ALIASED.findall(found.attributes)
+        if parts[int(result)] in ("parameter", *COLLECTIVES)
+    ]
+    results, operands = {result for result, _ in own}, {operand for _, operand in own}
+    return sum(hbm_bytes(found.arrays[i]) for i in results) + sum(
+        _read(module, computation, found, i) for i in operands
     )
 
 

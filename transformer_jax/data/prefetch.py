@@ -12,7 +12,7 @@ _WAIT = 0.1  # seconds between looks at whether the consumer has gone
 
 
 class Prefetched(Generic[Item]):
-    """The items of an iterator in their order, at most `depth` of them made before they are asked for.
+    """The items of an iterator in their order, at most `depth` and one more made before they are asked for.
 
     A context: leaving it ends the thread. What making an item raises is raised where that item would have come.
     Nothing else knows how far ahead the thread is: a position that travels with an item is that of its consumer.

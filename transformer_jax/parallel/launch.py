@@ -22,7 +22,7 @@ def launch_arguments(coordinator: str | None, processes: int | None, process: in
         UserError: one is missing or faulty, or the port is taken.
     """
     values: dict[str, Any] = {
-        "--coordinator": coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS"),
+        "--coordinator": coordinator if coordinator is not None else os.environ.get("JAX_COORDINATOR_ADDRESS") or None,
         "--processes": _number(processes, "JAX_NUM_PROCESSES"),
         "--process": _number(process, "JAX_PROCESS_ID"),
     }
@@ -38,6 +38,8 @@ def launch_arguments(coordinator: str | None, processes: int | None, process: in
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UserError(f"--coordinator is {address!r}, but must be HOST:PORT, say 10.0.0.1:8476")
+    if count < 1:
+        raise UserError(f"--processes is {count}, but must be at least 1")
     if not 0 <= index < count:
         raise UserError(f"--process is {index} of {count} --processes, but must be from 0 to {count - 1}")
     if count == 1:
@@ -55,7 +57,7 @@ def launch_arguments(coordinator: str | None, processes: int | None, process: in
 
 def _number(given: int | None, variable: str) -> int | None:
     text = os.environ.get(variable)
-    if given is not None or text is None:
+    if given is not None or not text:
         return given
     if not text.isdecimal():
         raise UserError(f"the environment variable {variable} is {text!r}, but must be a whole number")
@@ -67,10 +69,8 @@ def cluster_size() -> int:
     environment = os.environ
     # The variables by which jax knows SLURM; without a step, in a batch script or a shell, one process runs.
     if "SLURM_JOB_ID" in environment and "SLURM_STEP_NODELIST" in environment and "SLURM_PROCID" in environment:
-        return int(environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or 1)
-    if "OMPI_COMM_WORLD_SIZE" in environment:
-        return int(environment["OMPI_COMM_WORLD_SIZE"])
-    return _tpu_hosts()
+        return _number(None, "SLURM_STEP_NUM_TASKS") or _number(None, "SLURM_NTASKS") or 1
+    return _number(None, "OMPI_COMM_WORLD_SIZE") or _tpu_hosts()
 
 
 def _tpu_hosts() -> int:
@@ -83,8 +83,7 @@ def _tpu_hosts() -> int:
     names = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES")
     if names is None and "TPU_SKIP_MDS_QUERY" not in environment:
         names = _metadata("worker-network-endpoints")
-    slices = environment.get("MEGASCALE_NUM_SLICES") or "1"
-    return len(names.split(",")) * int(slices) if names else 1
+    return len(names.split(",")) * (_number(None, "MEGASCALE_NUM_SLICES") or 1) if names else 1
 
 
 def _metadata(name: str) -> str | None:

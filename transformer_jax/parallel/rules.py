@@ -30,7 +30,7 @@ class _Dimension(NamedTuple):
     shares: int
 
 
-def shardings(tree: Any, mesh: AnyMesh) -> Any:
+def shardings(tree: Any, mesh: AnyMesh, *, over_data: bool = False) -> Any:
     """A NamedSharding for each leaf of parameters, or of any state that holds trees shaped like them.
 
     Adam's moments and averages follow their parameter by its path; scalars are whole on every device. So is the
@@ -39,34 +39,47 @@ def shardings(tree: Any, mesh: AnyMesh) -> Any:
     Args:
         tree: arrays or, from `jax.eval_shape`, their shapes.
         mesh: as `parallel.mesh.make_mesh` makes it; an abstract one will do.
+        over_data: cuts each matrix by `data` too, along its first dimension that no other axis cuts and that `data`
+            divides: what the weight update is shared out by. Vectors stay as they are.
 
     Raises:
         ValueError: a leaf that LETTERS does not know, or whose letters lie over one mesh axis; its path is named.
         UserError: a dimension other than W that the mesh does not divide.
     """
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: NamedSharding(mesh, _spec(path, leaf, mesh)), tree)
-
-
-def placed_shapes(tree: Any, mesh: AnyMesh) -> Any:
-    """`tree` as `jax.ShapeDtypeStruct`s that carry their `shardings`: what a checkpoint is restored by."""
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        tree,
-        shardings(tree, mesh),
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: NamedSharding(mesh, _spec(path, leaf, mesh, over_data)), tree
     )
 
 
-def kept_whole(tree: Any, mesh: AnyMesh) -> dict[str, str]:
-    """Parameters that are not shared out as the table says, by path, with the reason and the mend."""
-    notes = {}
+def placed_shapes(tree: Any, laid: Any) -> Any:
+    """`tree` as `jax.ShapeDtypeStruct`s that carry the shardings `laid`: what a checkpoint is restored by."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree, laid
+    )
+
+
+def kept_whole(tree: Any, mesh: AnyMesh, *, over_data: bool = False) -> dict[str, str]:
+    """Parameters that are not shared out as the table says, by path, with the reason and the mend.
+
+    With `over_data`, matrices whose update is not shared out too; where there is nothing to share it over, the field.
+    """
+    devices = mesh.shape["data"]
+    notes: dict[str, list[str]] = {}
+    if over_data and devices == 1:
+        notes["mesh.shard_weight_update"] = ["mesh.data is 1, so each device updates all that it holds"]
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        for letter, size, _, shares in _dimensions(path, leaf, mesh):
+        dimensions, name = _dimensions(path, leaf, mesh), path_name(path)
+        for letter, size, _, shares in dimensions:
             if letter == "W" and size % shares:
-                notes[path_name(path)] = (
+                notes.setdefault(name, []).append(
                     f"{size} word pieces do not divide by mesh.tensor {shares}: it and the logits are whole on each; "
                     f"model.vocab_size {-(-size // shares) * shares} would share them out"
                 )
-    return notes
+        if over_data and devices > 1 and _is_matrix(dimensions) and _cut_by_data(dimensions, devices) is None:
+            notes.setdefault(name, []).append(
+                f"mesh.data {devices} divides no dimension that no other axis cuts: its update is not shared out"
+            )
+    return {name: "; ".join(found) for name, found in notes.items()}
 
 
 def path_name(path: Path) -> str:
@@ -99,7 +112,20 @@ def _dimensions(path: Path, leaf: Any, mesh: AnyMesh) -> list[_Dimension]:
     ]
 
 
-def _spec(path: Path, leaf: Any, mesh: AnyMesh) -> PartitionSpec:
+def _is_matrix(dimensions: list[_Dimension]) -> bool:
+    """Whether it has D and another dimension; b_q has two as well, [H K], and is a vector."""
+    letters = {each.letter for each in dimensions} - {"N"}
+    return "D" in letters and len(letters) > 1
+
+
+def _cut_by_data(dimensions: list[_Dimension], devices: int) -> int | None:
+    """The place of the dimension that `data` is to cut. The first, as the parts of an outer dimension lie in one piece
+    each."""
+    free = (i for i, (_, size, _, shares) in enumerate(dimensions) if shares == 1 or size % shares)
+    return next((i for i in free if dimensions[i].size % devices == 0), None)
+
+
+def _spec(path: Path, leaf: Any, mesh: AnyMesh, over_data: bool) -> PartitionSpec:
     dimensions = _dimensions(path, leaf, mesh)
     for letter, size, axes, shares in dimensions:
         if size % shares and letter != "W":
@@ -107,4 +133,10 @@ def _spec(path: Path, leaf: Any, mesh: AnyMesh) -> PartitionSpec:
                 f"{path_name(path)} has {size} along {letter}, which mesh.{axes[0]} {shares} does not divide: choose "
                 f"a divisor of {size}"
             )
-    return partition_spec(() if size % shares else axes for _, size, axes, shares in dimensions)
+    entries = [() if size % shares else axes for _, size, axes, shares in dimensions]
+    devices = mesh.shape["data"]
+    if over_data and devices > 1 and _is_matrix(dimensions):
+        place = _cut_by_data(dimensions, devices)
+        if place is not None:
+            entries[place] = ("data",)
+    return partition_spec(entries)

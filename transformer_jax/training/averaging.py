@@ -1,6 +1,9 @@
 """Averages of checkpoints (section 6.1)."""
 
 import contextlib
+import ctypes
+import pathlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,11 +22,15 @@ from transformer_jax.checkpointing.checkpoint_files import (
 )
 from transformer_jax.checkpointing.checkpoints import Checkpoints, read_extra
 from transformer_jax.checkpointing.named_arrays import Entry, nest
+from transformer_jax.data.workplace import alone_in
 from transformer_jax.errors import UserError
 from transformer_jax.parallel.processes import first_alone, is_first
 from transformer_jax.translation.translator import warn_on_stderr
 
 Warn = Callable[[str], None]
+
+_OF_A_RUN = {"tokenizer", "text", "configuration"}
+"""What all checkpoints of a run have alike in their records."""
 
 
 def average_run(
@@ -54,25 +61,33 @@ def average_run(
     final, old = home / "averaged", home / ".averaged.old"
     unfinished = final if is_remote(home) else home / ".averaged.unfinished"
     try:
-        with first_alone("the folder of the mean of checkpoints"):
-            if is_first():
-                for leftover in (unfinished, old):
-                    remove(leftover)
-                _copy_files(home, unfinished)
-        checkpoints = Checkpoints(unfinished / "checkpoints", keep=1, warn=warn)
-        checkpoints.save(steps[-1], {"params": params}, extra, score=None)
-        checkpoints.close()
-        with first_alone("the mean of checkpoints in its place"):
-            if is_first() and unfinished != final:
-                if final.exists():
-                    final.rename(old)
-                unfinished.rename(final)
-                remove(old)
+        with _others_wait(home):
+            with first_alone("the folder of the mean of checkpoints"):
+                if is_first():
+                    for leftover in (unfinished, old):
+                        remove(leftover)
+                    _copy_files(home, unfinished)
+            checkpoints = Checkpoints(unfinished / "checkpoints", keep=1, warn=warn)
+            checkpoints.save(steps[-1], {"params": params}, extra, score=None)
+            checkpoints.close()
+            with first_alone("the mean of checkpoints in its place"):
+                if is_first() and unfinished != final:
+                    if final.exists():
+                        final.rename(old)
+                    unfinished.rename(final)
+                    remove(old)
     except OSError as error:
         raise UserError(
             f"{error.filename or final}: {error.strerror or error}; the mean of checkpoints was not written"
         ) from error
     return final, steps
+
+
+def _others_wait(run: epath.Path) -> contextlib.AbstractContextManager[object]:
+    """Keeps out a second command, or the end of the run itself, that writes a mean of the same run."""
+    if is_remote(run) or not is_first():
+        return contextlib.nullcontext()
+    return alone_in(pathlib.Path(run / ".averaging"))
 
 
 def choose_steps(folder: AnyPath, last: int, minutes_apart: float, warn: Warn) -> list[int]:
@@ -84,6 +99,8 @@ def choose_steps(folder: AnyPath, last: int, minutes_apart: float, warn: Warn) -
     steps = complete_steps(folder)
     if minutes_apart:
         steps = _apart(as_folder(folder), steps, last, 60 * minutes_apart, warn)
+    if not steps:
+        raise UserError(f"{folder} has no whole checkpoint to average: train the run first")
     if len(steps) < last:
         apart = f" that lie {minutes_apart:g} minutes of training apart" if minutes_apart else ""
         raise UserError(
@@ -116,8 +133,8 @@ def average_checkpoints(folder: AnyPath, steps: list[int], warn: Warn) -> tuple[
     """The mean of the parameters of some steps, and those whose parameters are in it.
 
     A sum is float64, so that the mean of copies is the copy. In memory are the means so far, and of the arrays whose
-    turn it is, GROUP_BYTES or one, the sum and one checkpoint's: twice to three times the parameters in all, whatever
-    the number of steps. A damaged checkpoint is left out, with a warning.
+    turn it is, GROUP_BYTES or one, the sum and one checkpoint's: twice the parameters in all, whatever the number of
+    steps. A damaged checkpoint is left out, with a warning.
 
     Raises:
         UserError: none is sound, or their shapes differ.
@@ -126,7 +143,8 @@ def average_checkpoints(folder: AnyPath, steps: list[int], warn: Warn) -> tuple[
     averaged = list(steps)
     while averaged:
         try:
-            return _mean(root, averaged), averaged
+            with _freed_blocks_given_back():
+                return _mean(root, averaged), averaged
         except _LeftOut as damage:
             # What was read of it is in the sum by now: the sum begins again without it.
             warn(f"checkpoint {root / str(damage.step)} is left out of the mean: {damage}")
@@ -163,11 +181,41 @@ def _mean(folder: epath.Path, steps: list[int]) -> dict[str, Any]:
     return params
 
 
+@contextlib.contextmanager
+def _freed_blocks_given_back() -> Iterator[None]:
+    """A context in which the C library gives blocks of 1 MiB and more back to the system as they are freed.
+
+    glibc takes each block of up to 32 MiB that is freed for a sign to keep such blocks, and after 20 checkpoints of the
+    base model it keeps 1.5 times the parameters. These limits cannot be read: on leaving they are those that its own
+    rule ends at, as training, which asks for the same blocks in each update, is faster with blocks that are kept.
+    """
+    set_limit = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if set_limit is None:
+        yield
+        return
+    trim_threshold, mmap_threshold = -1, -3  # of malloc.h
+    set_limit(mmap_threshold, 2**20)
+    try:
+        yield
+    finally:
+        set_limit(mmap_threshold, 32 * 2**20)
+        set_limit(trim_threshold, 64 * 2**20)
+
+
 def _all_stored(folder: epath.Path, steps: list[int]) -> dict[int, dict[str, Entry]]:
     stored: dict[int, dict[str, Entry]] = {}
+    of_run: dict[str, str] = {}
     for step in steps:
         with _left_out_if_damaged(step):
-            stored[step] = stored_params(folder / str(step), read_record(folder / str(step)))
+            record = read_record(folder / str(step))
+            stored[step] = stored_params(folder / str(step), record)
+        extra = record.get("extra", {})
+        for name in _OF_A_RUN & extra.keys():
+            if of_run.setdefault(name, extra[name]) != extra[name]:
+                raise UserError(
+                    f"checkpoint {folder / str(step)} is of another run than checkpoint {steps[0]}, by its {name}: "
+                    "average checkpoints of one run"
+                )
         shapes = [
             {name: (found["shape"], found["dtype"]) for name, found in stored[at].items()} for at in (step, steps[0])
         ]

@@ -1,6 +1,7 @@
 """Updates whose numbers are not finite: what is kept of one, and where in the network it went wrong."""
 
 import functools
+import hashlib
 import itertools
 import json
 import os
@@ -15,18 +16,19 @@ import numpy as np
 import optax
 
 from transformer_jax.checkpointing.checkpoints import Checkpoints, load_params
-from transformer_jax.checkpointing.named_arrays import named_leaves
+from transformer_jax.checkpointing.named_arrays import json_digest, named_leaves
 from transformer_jax.config import Config
 from transformer_jax.data.batches import Batch, Examples, PlannedBatch, assemble
 from transformer_jax.errors import UserError
 from transformer_jax.ops.masks import BOS
 from transformer_jax.training.placing import rows_of
 from transformer_jax.training.preparation import write_whole
-from transformer_jax.training.state import Params
+from transformer_jax.training.state import Params, init_params
 from transformer_jax.training.step import apply_model, dropout_key_of, gradient_sums
 from transformer_jax.translation.translator import warn_on_stderr
 
 _STACKS = ("encoder", "decoder")
+_DIGEST, _FILES = "sha256", "files"
 
 
 @dataclass(frozen=True)
@@ -80,17 +82,14 @@ class Diagnosis:
 def write_fault(
     folder: pathlib.Path, fault: Fault, config: Config, planned: PlannedBatch, examples: Examples, params: Params
 ) -> None:
-    """Writes all that `diagnose` needs: config.json, fault.json, batch.npz, and in checkpoints/ the parameters.
+    """Writes all that `diagnose` needs: config.json, batch.npz, fault.json, and in checkpoints/ the parameters.
 
-    Every process must call this. `params` are those before the update.
+    Every process must call this. `params` are those before the update. fault.json has the digests of the other two.
 
     Raises:
         UserError: it cannot be written.
     """
     if jax.process_index() == 0:
-        # JSON has no NaN, hence text.
-        numbers = {"loss": str(fault.loss), "gradient_norm": str(fault.gradient_norm)}
-        write_whole(folder / "fault.json", json.dumps({**vars(fault), **numbers}) + "\n")
         write_whole(folder / "config.json", config.to_json())
         rows = -(-planned.shape.rows // config.train.accumulate) * config.train.accumulate
         batch = assemble(rows_of(planned, np.arange(rows)), examples, bos_id=BOS)
@@ -98,6 +97,14 @@ def write_fault(
             np.savez_compressed(folder / "batch.npz", **batch._asdict())
         except OSError as error:
             raise UserError(f"{folder}: cannot be written ({error.strerror or error}); make room there") from error
+        # JSON has no NaN, hence text.
+        numbers = {"loss": str(fault.loss), "gradient_norm": str(fault.gradient_norm)}
+        facts = {
+            **vars(fault),
+            **numbers,
+            _FILES: {name: _sha256(folder / name) for name in ("config.json", "batch.npz")},
+        }
+        write_whole(folder / "fault.json", json.dumps({_DIGEST: json_digest(facts), **facts}) + "\n")
     checkpoints = Checkpoints(folder / "checkpoints", keep=1, warn=warn_on_stderr)
     try:
         checkpoints.save(fault.step - 1, {"params": params}, score=None)
@@ -111,11 +118,12 @@ def diagnose(folder: str | os.PathLike[str]) -> Diagnosis:
     Same parameters, batch and dropout; on another kind of device rounding may differ, and with it what overflows.
 
     Raises:
-        UserError: no such folder, or it is damaged.
+        UserError: no such folder, or something in it is not as it was written.
     """
     path = pathlib.Path(folder)
     fault, config, batch = _read(path)
-    params = load_params(path / "checkpoints", warn=warn_on_stderr).params
+    expected = jax.eval_shape(lambda: init_params(config.model, 0))
+    params = load_params(path / "checkpoints", fault.step - 1, abstract=expected, warn=warn_on_stderr).params
     key = dropout_key_of(config.train.seed, fault.step - 1)
     gradients, sums = jax.jit(lambda *arguments: gradient_sums(config, *arguments))(params, batch, key)
     tokens = jnp.maximum(sums["tokens"], 1.0)
@@ -134,14 +142,24 @@ def diagnose(folder: str | os.PathLike[str]) -> Diagnosis:
 def _read(folder: pathlib.Path) -> tuple[Fault, Config, Batch]:
     try:
         facts: dict[str, Any] = json.loads((folder / "fault.json").read_text(encoding="utf-8"))
+        if facts.pop(_DIGEST) != json_digest(facts):
+            raise ValueError("fault.json is not as it was written")
+        for name, digest in facts.pop(_FILES).items():
+            if _sha256(folder / name) != digest:
+                raise ValueError(f"{name} is not as it was written")
         facts |= {name: float(value) for name, value in facts.items() if isinstance(value, str)}
         fault = Fault(**facts)
         config = Config.from_json((folder / "config.json").read_text(encoding="utf-8"), str(folder / "config.json"))
         with np.load(folder / "batch.npz") as arrays:
             batch = Batch(**arrays)
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{folder}: cannot be read as an update that failed ({error}); name RUN/fault-STEP") from error
+    except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise UserError(f"{folder}: cannot be read as an update that failed ({reason}); name RUN/fault-STEP") from error
     return fault, config, batch
+
+
+def _sha256(path: pathlib.Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _not_finite(tree: Params) -> list[str]:

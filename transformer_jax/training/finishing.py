@@ -26,17 +26,18 @@ _SHOWN = 5  # translations printed beside their references
 
 
 def finish(prepared: Prepared, run: pathlib.Path, mesh: Mesh, facts: Mapping[str, Any], report: Reporter) -> None:
-    """Scores a finished run, once for each last step; writes averaged/, results.json and curve.png.
+    """Scores a finished run, once for each last step, text and search; writes averaged/, results.json and curve.png.
 
     `facts` become part of results.json; `step` is one of them. Every process calls this and has a part in the work.
     """
     path = run / "results.json"
+    asked = _asked(prepared, facts["step"])
     # One of them looks, as it is also the one that writes.
     results = json.loads(gathered(json.dumps(_read(path) if is_first() else None))[0])
-    if results is None or results["step"] != facts["step"]:
+    if results is None or results.get("asked") != asked:
         with report.during("scoring"):
             page, scored = _score(prepared, run, mesh, report)
-        results = {**facts, **scored, "page": page}
+        results = {**facts, **scored, "asked": asked, "page": page}
         if is_first():
             write_whole(path, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
     if not is_first():
@@ -46,6 +47,18 @@ def finish(prepared: Prepared, run: pathlib.Path, mesh: Mesh, facts: Mapping[str
     draw_curve(run)
     command = pathlib.Path(sys.executable).with_name("transformer-jax")
     report.say(f"\ntranslate with: {os.path.relpath(command)} translate {run} < in.txt > out.txt")
+
+
+def _asked(prepared: Prepared, step: int) -> dict[str, Any]:
+    """All that the scores depend on."""
+    config, splits = prepared.config, prepared.splits
+    text = splits.dev if splits.test is None else splits.test
+    return {
+        "step": step,
+        "text": text.digest(),
+        "search": dataclasses.asdict(config.search),
+        "average_checkpoints": config.train.average_checkpoints,
+    }
 
 
 def _read(path: pathlib.Path) -> dict[str, Any] | None:

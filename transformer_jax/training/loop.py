@@ -16,10 +16,10 @@ from transformer_jax.checkpointing.checkpoint_files import as_local_folder
 from transformer_jax.checkpointing.checkpoints import Checkpoints
 from transformer_jax.config import Config
 from transformer_jax.data.batches import PlannedBatch, Shape, batches_from
-from transformer_jax.data.prefetch import Prefetched
 from transformer_jax.errors import UserError
 from transformer_jax.parallel.chips import peak_flops
 from transformer_jax.parallel.compilation_cache import enable_compilation_cache
+from transformer_jax.parallel.connecting import connect
 from transformer_jax.parallel.mesh import make_mesh, replicated, row_shares
 from transformer_jax.parallel.processes import first_alone, is_first, require_alike, require_members
 from transformer_jax.parallel.rules import placed_shapes, shardings
@@ -29,7 +29,7 @@ from transformer_jax.training.finishing import finish
 from transformer_jax.training.interruption import Agreement, Interruption, only_process
 from transformer_jax.training.metrics import MetricsWriter
 from transformer_jax.training.opening import opening
-from transformer_jax.training.placing import place
+from transformer_jax.training.placing import PlacedBatch, placed_ahead
 from transformer_jax.training.preparation import Prepared, prepare, started_with
 from transformer_jax.training.profiling import Compilations, Profile
 from transformer_jax.training.reporting import Reporter
@@ -43,9 +43,6 @@ from transformer_jax.training.state import (
 )
 from transformer_jax.training.step import make_loss_step, make_train_step
 from transformer_jax.training.throughput import COMPILING, DATA, DEVICE, SAVING, Throughput, memory
-
-# Batches planned ahead: two seconds of a fast accelerator, which is what a new epoch of 36 million pairs takes.
-_AHEAD = 64
 
 
 def train(config: Config, workdir: str | os.PathLike[str], *, profile: range | None = None) -> None:
@@ -64,11 +61,12 @@ def train(config: Config, workdir: str | os.PathLike[str], *, profile: range | N
     mesh = make_mesh(config.mesh)
     require_members(mesh)
     require_alike(started_with(config))
+    connect(mesh)
     with Reporter() as report, only_process(folder) if is_first() else contextlib.nullcontext():
         report.console.quiet = not is_first()
         with report.during("preparing text"), first_alone("preparing text"):
             prepared = prepare(config, folder, report.say)
-        require_alike(prepared.identity)
+        require_alike(prepared.common)
         if is_first():
             report.attach(folder)
         checkpoints = Checkpoints(
@@ -104,8 +102,9 @@ class _Run:
         self.compiled: set[Shape] = set()
         # Nothing is made on one device that belongs on others; a restored run makes nothing at all.
         abstract = jax.eval_shape(lambda: init_state(model, optimizer, train.seed))
-        init = jax.jit(lambda: init_state(model, optimizer, train.seed), out_shardings=shardings(abstract, mesh))
-        restored = checkpoints.restore(to_checkpoint(placed_shapes(abstract, mesh)))
+        laid = shardings(abstract, mesh, over_data=self.config.mesh.shard_weight_update)
+        init = jax.jit(lambda: init_state(model, optimizer, train.seed), out_shardings=laid)
+        restored = checkpoints.restore(to_checkpoint(placed_shapes(abstract, laid)))
         if restored is None:
             self.state = init()
             self.unvalidated = False
@@ -138,7 +137,7 @@ class _Run:
         try:
             with (
                 Interruption(self.report.say) as interruption,
-                Prefetched(planned, _AHEAD) as batches,
+                placed_ahead(planned, self.prepared.train, self.mesh, parts=self.config.train.accumulate) as batches,
                 Profile(profile, self.folder / "profile", self.report.say) as recorder,
                 Compilations() as compilations,
             ):
@@ -154,7 +153,7 @@ class _Run:
         self,
         writer: MetricsWriter | None,
         interruption: Interruption,
-        batches: Iterator[tuple[int, int, PlannedBatch]],
+        batches: Iterator[PlacedBatch],
         recorder: Profile,
         compilations: Compilations,
     ) -> None:
@@ -166,12 +165,11 @@ class _Run:
             self._save(self._validate(writer), clock, writer)
         while self.step < train.steps:
             with during(DATA):
-                self.epoch, self.index, planned = next(batches)
+                self.epoch, self.index, planned, arrays = next(batches)
             before = compilations.count
             phase = "starting an update" if planned.shape in self.compiled else COMPILING
             with during(phase), recorder.update(self.step + 1):
-                batch = place(planned, self.prepared.train, self.mesh, parts=train.accumulate)
-                self.state, metrics = self.train_step(self.state, batch)
+                self.state, metrics = self.train_step(self.state, arrays)
             self.step += 1
             running.append((self.step, planned, metrics, compilations.count > before))
             evaluate = train.evaluates_at(self.step)
@@ -263,7 +261,10 @@ class _Run:
 
     def _validate(self, writer: MetricsWriter | None) -> float:
         start = time.monotonic()
-        found = validate(self.prepared, evaluated_params(self.state), self.mesh, self.loss_step, self.report)
+        params = evaluated_params(self.state)
+        # With mesh.shard_weight_update a device holds a part of them, and all while this goes on.
+        params = jax.device_put(params, shardings(params, self.mesh))
+        found = validate(self.prepared, params, self.mesh, self.loss_step, self.report)
         if not math.isfinite(found.nll):
             raise UserError(f"update {self.step}: the loss of the dev text is {found.nll} after it; {self._mend()}")
         seconds = time.monotonic() - start

@@ -15,7 +15,7 @@ def opening(prepared: Prepared, params: Params, mesh: Mesh, row_multiple: int) -
     splits, plan, dev_plan, outlook = prepared.splits, prepared.plan, prepared.dev_plan, prepared.plan.outlook
     parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
     yield f"model      {parameters:,} parameters on {mesh.size} {jax.devices()[0].device_kind} device(s)"
-    for name, reason in kept_whole(params, mesh).items():
+    for name, reason in kept_whole(params, mesh, over_data=prepared.config.mesh.shard_weight_update).items():
         yield f"           {name}: {reason}"
     yield (
         f"text       {splits.train.name}: {len(plan.kept):,} pairs of {len(plan.lengths):,} "

@@ -1,11 +1,15 @@
 """From a configuration to everything a run needs before its first update: tokenizer, tokenized text, batch plan."""
 
+import contextlib
 import dataclasses
 import hashlib
+import json
 import os
 import pathlib
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -51,11 +55,29 @@ class Prepared:
     """Batches of the training text."""
     dev_plan: BatchPlan
     """Batches of the dev text."""
+    meeting: str = ""
+    """Of several processes: what the first has written into the folder, so that the others see it is the same."""
 
     @property
     def identity(self) -> dict[str, str]:
-        """Digests of what a checkpoint's parameters and data position belong to."""
-        return {"tokenizer": self.tokenizer.digest, "text": self.train.folder.name}
+        """What a checkpoint's parameters and data position belong to: digests, and fields as JSON."""
+        return {
+            "tokenizer": self.tokenizer.digest,
+            "text": self.train.folder.name,
+            "configuration": json.dumps(_binding(self.config)),
+        }
+
+    @property
+    def common(self) -> dict[str, str]:
+        """What all processes of a run must have alike: on other text they would make unlike numbers of batches, and
+        wait for one another for ever; parts of a checkpoint in folders of their own are no checkpoint."""
+        test = self.splits.test
+        return {
+            **self.identity,
+            "dev text": self.dev.folder.name,
+            "test text": "" if test is None else test.digest(),
+            "folder behind --workdir, which must be one that all share,": self.meeting,
+        }
 
 
 def prepare(config: Config, workdir: pathlib.Path, say: Callable[[str], None]) -> Prepared:
@@ -87,12 +109,32 @@ def prepare(config: Config, workdir: pathlib.Path, say: Callable[[str], None]) -
         for store, text in ((train, splits.train), (dev, splits.dev))
     )
     readings.save()
-    prepared = Prepared(config, tokenizer, splits, train, dev, plan, dev_plan)
+    _require_rows(config, plan)
+    prepared = Prepared(config, tokenizer, splits, train, dev, plan, dev_plan, _meeting(workdir / ".meeting"))
     if begun:
         _require_same_text(prepared, workdir)
     if is_first():
         write_whole(workdir / "config.json", config.to_json())
     return prepared
+
+
+def _require_rows(config: Config, plan: BatchPlan) -> None:
+    rows = max(shape.rows for shape in plan.shapes)
+    if config.train.accumulate > rows:
+        raise UserError(
+            f"train.accumulate is {config.train.accumulate}, but a batch has {rows} rows to share out: give at most as "
+            "many parts, or raise data.batch_tokens"
+        )
+
+
+def _meeting(path: pathlib.Path) -> str:
+    if jax.process_count() == 1:
+        return ""
+    if is_first():
+        write_whole(path, uuid.uuid4().hex)
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8")
+    return "none"
 
 
 def started_with(config: Config) -> dict[str, str]:
@@ -139,29 +181,44 @@ def stored_config(workdir: pathlib.Path) -> Config:
 
 def require_same_run(stored: Config, config: Config, workdir: pathlib.Path) -> None:
     """Raises UserError where `config` would go on with a run in another way than it began."""
-    for section in dataclasses.fields(Config):
-        old, new = getattr(stored, section.name), getattr(config, section.name)
-        if section.name in _FREE_SECTIONS:
-            continue
-        for name in (item.name for item in dataclasses.fields(old)):
-            before, now = getattr(old, name), getattr(new, name)
-            free = name in _FREE.get(section.name, ()) or (section.name, name, now) == ("model", "vocab_size", None)
-            if (section.name, name) == ("train", "steps") and config.optimizer.decay == "inverse_sqrt":
-                free = True
-            if before != now and not free:
-                raise UserError(
-                    f"{workdir} holds a run with {section.name}.{name} {before!r}, and this command says {now!r}: "
-                    "choose another --workdir, or give the run's own value to go on with it"
-                )
+    before = _binding(stored)
+    for name, now in _binding(config).items():
+        if before.get(name, now) != now and (name, now) != ("model.vocab_size", None):
+            raise UserError(
+                f"{workdir} holds a run with {name} {before[name]!r}, and this command says {now!r}: "
+                "choose another --workdir, or give the run's own value to go on with it"
+            )
+
+
+def _binding(config: Config) -> dict[str, Any]:
+    """The fields, by name, that a run has from its first update to its last."""
+    found = {
+        f"{section.name}.{name}": value
+        for section in dataclasses.fields(Config)
+        if section.name not in _FREE_SECTIONS
+        for name, value in vars(getattr(config, section.name)).items()
+        if name not in _FREE.get(section.name, ())
+    }
+    if config.optimizer.decay == "inverse_sqrt":
+        del found["train.steps"]
+    return found
 
 
 def _require_same_text(prepared: Prepared, workdir: pathlib.Path) -> None:
     extra = read_extra(workdir / "checkpoints")
-    for name, digest in prepared.identity.items():
+    for name in ("tokenizer", "text"):
+        digest = prepared.identity[name]
         if extra.get(name, digest) != digest:
             raise UserError(
                 f"{workdir}: its checkpoints were trained with another {name} than there is now; "
                 f"choose another --workdir, or bring that {name} back"
+            )
+    theirs = json.loads(extra.get("configuration", "{}"))
+    for name, value in _binding(prepared.config).items():
+        if theirs.get(name, value) != value:
+            raise UserError(
+                f"{workdir}/checkpoints is of another run: it was trained with {name} {theirs[name]!r}, and "
+                f"config.json beside it has {value!r}; bring this run's own back, or choose another --workdir"
             )
 
 

@@ -39,6 +39,9 @@ class Profile:
         steps: the updates to record; None: none.
         folder: where TensorBoard's profiler, xprof and Perfetto find it: below it in plugins/profile/TIME.
         say: takes a line for people.
+
+    Raises:
+        UserError: on entering, the folder cannot be made.
     """
 
     def __init__(self, steps: range | None, folder: pathlib.Path, say: Callable[[str], None]) -> None:
@@ -69,11 +72,23 @@ class Profile:
             self._stop()
 
     def _stop(self) -> None:
-        jax.profiler.stop_trace()
-        self._say(f"profile    updates {self._first:,} to {self._last:,} are in {self._folder}")
+        try:
+            jax.profiler.stop_trace()
+            self._say(f"profile    updates {self._first:,} to {self._last:,} are in {self._folder}")
+        except (RuntimeError, OSError) as error:  # a full disk: a trace is not worth a run
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            self._say(f"warning: the trace of updates {self._first:,} to {self._last:,} could not be written: {reason}")
         self._first, self._steps = None, range(0)
 
     def __enter__(self) -> "Profile":
+        if self._steps:
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(
+                    f"{self._folder}: cannot be a folder for the trace ({error.strerror or error}); make room for it, "
+                    "or leave --profile-steps out"
+                ) from error
         return self
 
     def __exit__(
@@ -81,6 +96,11 @@ class Profile:
     ) -> None:
         if self._first is not None:
             self._stop()
+        elif self._steps and error is None:
+            self._say(
+                f"profile    nothing is recorded: updates {self._steps[0]:,} to {self._steps[-1]:,} were not made by "
+                "this command"
+            )
 
 
 class Compilations:

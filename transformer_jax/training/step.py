@@ -1,7 +1,7 @@
 """One update, and one batch of validation: the two programs that training runs."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -94,10 +94,19 @@ def make_train_step(
     as the new state has them.
     """
     schedule = learning_rate_schedule(config.optimizer, config.model.d_model, config.train.steps)
-    summed = sum_over_data(lambda whole, batch: gradient_sums(config, whole[0], batch, whole[1]), mesh)
+    shapes = jax.eval_shape(lambda: init_state(config.model, optimizer, 0))
+    placed = shardings(shapes, mesh, over_data=config.mesh.shard_weight_update)
+    summed = sum_over_data(
+        lambda whole, batch: gradient_sums(config, whole[0], batch, whole[1]), mesh, (placed.params, replicated(mesh))
+    )
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        gradients, sums = summed((state.params, dropout_key_of(config.train.seed, state.step)), batch)
+        params = state.params
+        if config.mesh.shard_weight_update:
+            params = _gathered(params, shardings(params, mesh), config.model)
+        gradients, sums = summed((params, dropout_key_of(config.train.seed, state.step)), batch)
+        if config.mesh.shard_weight_update:
+            gradients = jax.lax.with_sharding_constraint(gradients, placed.params)
         tokens = jnp.maximum(sums["tokens"], 1.0)
         gradients = jax.tree.map(lambda gradient: gradient / tokens, gradients)
         loss, gradient_norm = sums["loss"] / tokens, optax.tree.norm(gradients)
@@ -119,13 +128,22 @@ def make_train_step(
         }
         return state, metrics
 
-    placed = shardings(jax.eval_shape(lambda: init_state(config.model, optimizer, 0)), mesh)
     return jax.jit(
         on_mesh(train_step, mesh),
         donate_argnums=0,
         in_shardings=(placed, rows_sharding(mesh)),
         out_shardings=(placed, replicated(mesh)),
     )
+
+
+def _gathered(params: Params, laid: Any, config: ModelConfig) -> Params:
+    """Parameters without the axis `data`. The model takes a matrix w_... in its compute dtype: it is sent in it."""
+
+    def gather(path: tuple[Any, ...], part: Array, sharding: Any) -> Array:
+        sent = part.astype(config.dtype) if path[-1].key.startswith("w_") else part
+        return jax.lax.with_sharding_constraint(sent, sharding).astype(part.dtype)
+
+    return cast(Params, jax.tree_util.tree_map_with_path(gather, params, laid))
 
 
 def _keep_if(
