@@ -68,7 +68,7 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def run_together(folder, program, arguments, devices=1, limit=300):
+def run_together(folder, program, arguments, devices=1, limit=900):
     """Runs a Python program in as many processes as there are lists of arguments; exit code and output of each."""
     environment = {
         **os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices),

@@ -373,7 +373,7 @@ class Command:
         return self.finish()
 
     def finish(self):
-        self.out, self.err = self.process.communicate(timeout=300)
+        self.out, self.err = self.process.communicate(timeout=900)
         return self.process.returncode
 
 
