@@ -10,7 +10,7 @@ import sys
 import pytest
 from eight_devices import MESHES, UPDATES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("devices")]
 TESTS = pathlib.Path(__file__).parent
 
 
