@@ -73,6 +73,7 @@ def test_a_bad_batch_in_a_run(tmp_path, monkeypatch):
     assert saved(tmp_path / "stopped")[6] == saved(tmp_path / "run")[6]
 
 
+@pytest.mark.slow
 def test_too_many_in_a_row_end_the_run_with_a_dump(tmp_path, monkeypatch, capsys):
     """N3: one sentence names update, lines and the folder, which holds the parameters that the update failed with,
     though a good update was under way when the host looked."""

@@ -181,6 +181,7 @@ def test_bfloat16_is_close_to_float32():
 DROPOUT = {"dropout": 0.2, "attention_dropout": 0.1, "relu_dropout": 0.1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{"scan_layers": False}, {"remat": "dots"}, {"remat": "full"}],

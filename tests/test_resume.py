@@ -95,6 +95,7 @@ def test_three_updates_and_three_more_are_six(straight, stopped):
     assert results[0]["scores"] == results[1]["scores"]
 
 
+@pytest.mark.slow
 def test_more_steps_than_at_first_go_on(straight, tmp_path):
     """C1: train.steps may grow; the end is that of a run that knew from the start."""
     config = straight[1]

@@ -117,6 +117,7 @@ def test_parts_weigh_by_their_pieces():
     assert abs(losses[0] / 2 - losses[1] / 8) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parts", "changes"), [(2, {"remat": "full"}), (8, {}), (4, {"scan_layers": False})], ids=["2", "8", "4, unrolled"]
 )
@@ -148,6 +149,7 @@ def test_only_an_accumulated_update_scans_over_parts():
 # Clipping and norms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [None, 1e-3])
 def test_gradients_are_clipped_to_a_global_norm(clip):
     """Adam's first moment after one update is a tenth of the gradient that it was given."""
@@ -252,6 +254,7 @@ def test_a_gradient_alone_that_is_not_finite_is_skipped(monkeypatch):
     assert int(state.skipped) == 1
 
 
+@pytest.mark.slow
 def test_after_the_limit_no_update_is_made_until_the_host_has_looked():
     """The loop looks at an update when the next is under way, which must not change what the fault was found with."""
     state, step, good, bad = poisoned_step(config_of(UNTIED, skip_limit=2))
@@ -305,6 +308,7 @@ def test_what_stays_float32_in_bfloat16():
     assert {variable.aval.dtype for eqn in products for variable in eqn.invars} == {jnp.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.slow
 def test_bfloat16_learns_as_float32_does():
     losses = []
     for dtype in ("float32", "bfloat16"):

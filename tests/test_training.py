@@ -284,6 +284,7 @@ def test_validation_scores_every_sentence(tmp_path):
     assert "loss over 10 pairs of 11, the first 11 translated" in log
 
 
+@pytest.mark.slow
 def test_updates_that_are_not_finite_end_the_run(tmp_path, monkeypatch):
     """N3: a learning rate of 1e4 after a good checkpoint; no checkpoint is saved that is not finite."""
     config = run_config(tmp_path / "text", train__steps=5, train__checkpoint_every=5)
