@@ -94,8 +94,8 @@ def search_collectives(config, params, mesh):
     return collectives(compiled.as_text())
 
 
-def main(precision, folder):
-    prepared = prepared_run(folder, precision)
+def beginning(prepared, precision):
+    """Configuration, optimizer and first state of a run, computed in that precision from here on."""
     config = prepared.config
     if precision == "float64":
         # All that the package computes in float32, for a comparison that rounding has no part in.
@@ -103,8 +103,13 @@ def main(precision, folder):
         jnp.float32 = jnp.float64
         object.__setattr__(config.model, "dtype", "float64")
     optimizer = make_optimizer(config.optimizer, config.model.d_model, 10)
+    return config, optimizer, jax.device_get(jax.jit(lambda: init_state(config.model, optimizer, 0))())
+
+
+def main(precision, folder):
+    prepared = prepared_run(folder, precision)
+    config, optimizer, start = beginning(prepared, precision)
     meshes = {shape: make_mesh(MeshConfig(*shape)) for shape in MESHES[precision]}
-    start = jax.device_get(jax.jit(lambda: init_state(config.model, optimizer, 0))())
     found = {"shapes": [leaf.shape for leaf in jax.tree.leaves(start.params)], "runs": {}}
     first = None
     for shape, mesh in meshes.items():

@@ -162,20 +162,25 @@ def test_a_run_killed_while_saving_resumes_from_its_last_step(tmp_path, seed):
     assert sorted(path.name for path in tmp_path.iterdir()) == numbered(tmp_path)
 
 
-@pytest.mark.skipif(not pathlib.Path("/proc/self/fd").is_dir(), reason="the names of open files are read there")
 def test_a_step_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     """A machine that loses its power keeps renames and loses what was written before them: fsync comes first."""
-    fsync, done = os.fsync, []
+    opened, fsync, paths, done = os.open, os.fsync, {}, []
+
+    def named(path, *arguments, **options):
+        descriptor = opened(path, *arguments, **options)
+        paths[descriptor] = os.path.normpath(path)
+        return descriptor
 
     def noted(descriptor):
         fsync(descriptor)
-        done.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        done.append(paths[descriptor])
 
     folder = as_folder(tmp_path.resolve())
     staged = staging(folder, 3, make_room=True)
     (staged / "params" / "d").mkdir(parents=True)
     for name in ("params/array", "params/d/0", "_METADATA"):
         (staged / name).write_text(name)
+    monkeypatch.setattr(os, "open", named)
     monkeypatch.setattr(os, "fsync", noted)
     publish(folder, 3, {"step": 3, "score": None, "extra": {}, "arrays": {}})
     written = {"params/array", "params/d/0", "_METADATA", "record/record.json", "params", "params/d", "record", "."}

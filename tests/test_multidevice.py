@@ -1,33 +1,17 @@
 """The same numbers on every mesh, and what the devices send one another: eight simulated ones, in a process apart."""
 
-import json
 import math
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
+from device_programs import run_apart
 from eight_devices import MESHES, UPDATES
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("devices")]
-TESTS = pathlib.Path(__file__).parent
-
-
-def run(precision, folder):
-    environment = {
-        **os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
-        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
-    }  # fmt: skip
-    command = [sys.executable, str(TESTS / "eight_devices.py"), precision, str(folder)]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.strip().split("\n")[-1]) | {"stderr": result.stderr}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return run("float32", tmp_path_factory.mktemp("devices"))
+    return run_apart("eight_devices.py", "float32", tmp_path_factory.mktemp("devices"))
 
 
 def test_rows_are_filled_up_to_a_multiple_of_the_devices(found):
@@ -119,7 +103,7 @@ def test_a_search_sends_nothing_but_its_result(found):
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory):
-    return run("float64", tmp_path_factory.mktemp("exact"))
+    return run_apart("eight_devices.py", "float64", tmp_path_factory.mktemp("exact"))
 
 
 @pytest.mark.parametrize("mesh", [str(shape) for shape in MESHES["float64"][1:]])

@@ -4,14 +4,10 @@ What devices do runs in processes apart, on eight simulated ones.
 """
 
 import dataclasses
-import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import pytest
+from device_programs import run_apart
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from small_models import small_config
 from weight_update_devices import MESHES, UPDATES
@@ -22,7 +18,6 @@ from transformer_jax.parallel import rules
 from transformer_jax.parallel.mesh import AXES
 from transformer_jax.training.state import init_state, make_optimizer
 
-TESTS = pathlib.Path(__file__).parent
 pytestmark = pytest.mark.xdist_group("weight update")
 
 
@@ -98,25 +93,14 @@ def test_describe_counts_the_parts_and_names_what_stays_whole():
 # What eight devices do
 
 
-def run(precision, folder):
-    environment = {
-        **os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
-        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
-    }  # fmt: skip
-    command = [sys.executable, str(TESTS / "weight_update_devices.py"), precision, str(folder)]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.strip().split("\n")[-1]) | {"stderr": result.stderr}
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return run("float32", tmp_path_factory.mktemp("parted"))
+    return run_apart("weight_update_devices.py", "float32", tmp_path_factory.mktemp("parted"))
 
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory):
-    return run("float64", tmp_path_factory.mktemp("exact"))
+    return run_apart("weight_update_devices.py", "float64", tmp_path_factory.mktemp("exact"))
 
 
 @pytest.mark.slow

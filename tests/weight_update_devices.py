@@ -10,7 +10,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
-from eight_devices import collectives, prepared_run
+from eight_devices import beginning, collectives, prepared_run
 from small_models import QUICK
 
 from transformer_jax.checkpointing.checkpoints import Checkpoints, digest_tree, load_params
@@ -19,7 +19,7 @@ from transformer_jax.config import MeshConfig
 from transformer_jax.parallel.mesh import make_mesh
 from transformer_jax.parallel.rules import placed_shapes, shardings
 from transformer_jax.training.placing import place
-from transformer_jax.training.state import from_checkpoint, init_state, make_optimizer, to_checkpoint
+from transformer_jax.training.state import from_checkpoint, make_optimizer, to_checkpoint
 from transformer_jax.training.step import make_train_step
 
 WHOLE = (1, 1, 1)
@@ -103,14 +103,7 @@ def saved_and_restored(run, others, folder):
 
 def main(precision, folder):
     prepared = prepared_run(folder, precision)
-    config = prepared.config
-    if precision == "float64":
-        # All that the package computes in float32, for a comparison that rounding has no part in.
-        jax.config.update("jax_enable_x64", True)
-        jnp.float32 = jnp.float64
-        object.__setattr__(config.model, "dtype", "float64")
-    optimizer = make_optimizer(config.optimizer, config.model.d_model, 10)
-    start = jax.device_get(jax.jit(lambda: init_state(config.model, optimizer, 0))())
+    _, _, start = beginning(prepared, precision)
     count = 1 if precision == "float32" else UPDATES
     one = Run(prepared, WHOLE, False, start).update(count)
     runs = {str(shape): Run(prepared, shape, True, start).update(count) for shape in MESHES[precision]}
