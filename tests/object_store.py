@@ -1,14 +1,18 @@
 """A store of objects that stands for gs:// in a test's process: Google's JSON interface, and fsspec's file system.
 
 As there, a folder is there only while an object has its name before its own, nothing can be renamed, and an object is
-written whole or not at all. `install` must be called before the first use of a gs:// address.
+written whole or not at all. `install` must be called before the first use of a gs:// address; `connect`, in another
+process, makes gs:// mean the same store.
 """
 
+import contextlib
 import io
 import json
 import os
 import threading
+import urllib.error
 import urllib.parse
+import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import fsspec
@@ -38,6 +42,16 @@ def delete(name: str) -> bool:
     return OBJECTS.pop(name, None) is not None
 
 
+def get(name: str) -> bytes | None:
+    """An object's content; None if it is not there."""
+    return OBJECTS.get(name)
+
+
+def sizes(path: str) -> dict[str, int]:
+    """The objects whose names begin so."""
+    return {name: len(content) for name, content in list(OBJECTS.items()) if name.startswith(path)}
+
+
 class FileSystem(fsspec.AbstractFileSystem):
     """What epath reads and writes small files by, lists and removes."""
 
@@ -46,30 +60,33 @@ class FileSystem(fsspec.AbstractFileSystem):
 
     def ls(self, path, detail=True, **options):
         path = self._strip_protocol(path).strip("/")
-        if path in OBJECTS:
-            found = {path: {"name": path, "size": len(OBJECTS[path]), "type": "file"}}
+        objects = sizes(path)
+        if path in objects:
+            found = {path: {"name": path, "size": objects[path], "type": "file"}}
         else:
             found = {}
-            for name in list(OBJECTS):
+            for name in objects:
                 if name.startswith(f"{path}/"):
                     child = f"{path}/{name[len(path) + 1 :].split('/')[0]}"
-                    kind = "file" if child in OBJECTS else "directory"
-                    found[child] = {"name": child, "size": len(OBJECTS.get(child, b"")), "type": kind}
+                    kind = "file" if child in objects else "directory"
+                    found[child] = {"name": child, "size": objects.get(child, 0), "type": kind}
             if not found:
                 raise FileNotFoundError(path)
         return list(found.values()) if detail else list(found)
 
     def _open(self, path, mode="rb", **options):
         if mode == "rb":
-            if path not in OBJECTS:
+            content = get(path)
+            if content is None:
                 raise FileNotFoundError(path)
-            return io.BytesIO(OBJECTS[path])
+            return io.BytesIO(content)
         return _Written(path)
 
     def cp_file(self, path1, path2, **options):
         source, target = self._strip_protocol(path1), self._strip_protocol(path2)
-        if source in OBJECTS:  # fsspec asks for folders too, where there are none
-            put(target, OBJECTS[source])
+        content = get(source)
+        if content is not None:  # fsspec asks for folders too, where there are none
+            put(target, content)
 
     def rm_file(self, path):
         delete(self._strip_protocol(path))
@@ -176,6 +193,48 @@ def install():
     threading.Thread(target=server.serve_forever, daemon=True).start()
     os.environ["TENSORSTORE_GCS_HTTP_URL"] = f"http://127.0.0.1:{server.server_port}"
     os.environ["GOOGLE_AUTH_TOKEN_FOR_TESTING"] = "none"
+    _register()
+    return server
+
+
+def connect():
+    """Makes gs:// mean the store of the process whose `install` has set the environment."""
+    global put, delete, get, sizes
+    put, delete, get, sizes = _remote_put, _remote_delete, _remote_get, _remote_sizes
+    _register()
+
+
+def _register():
     for name in ("gs", "gcs"):
         fsspec.register_implementation(name, FileSystem, clobber=True)
-    return server
+
+
+def _ask(name, query="", content=None, method=None):
+    bucket, _, rest = name.partition("/")
+    upload = "/upload" if content is not None else ""
+    place = f"/o/{urllib.parse.quote(rest, safe='')}" if rest and not upload else "/o"
+    url = f"{os.environ['TENSORSTORE_GCS_HTTP_URL']}{upload}/storage/v1/b/{bucket}{place}{query}"
+    with urllib.request.urlopen(urllib.request.Request(url, content, method=method)) as answer:
+        return answer.read()
+
+
+def _remote_put(name, content):
+    _ask(name, f"?name={urllib.parse.quote(name.partition('/')[2], safe='')}", content)
+
+
+def _remote_delete(name):
+    with contextlib.suppress(urllib.error.HTTPError):
+        _ask(name, method="DELETE")
+
+
+def _remote_get(name):
+    try:
+        return _ask(name, "?alt=media")
+    except urllib.error.HTTPError:
+        return None
+
+
+def _remote_sizes(path):
+    bucket, _, prefix = path.partition("/")
+    items = json.loads(_ask(bucket, f"?prefix={urllib.parse.quote(prefix, safe='')}"))["items"]
+    return {f"{bucket}/{item['name']}": int(item["size"]) for item in items}

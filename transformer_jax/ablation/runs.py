@@ -24,6 +24,7 @@ from transformer_jax.errors import UserError
 from transformer_jax.training.interruption import only_process
 from transformer_jax.training.loop import train
 from transformer_jax.training.preparation import require_same_run, stored_config, write_whole
+from transformer_jax.training.run_home import RunHome
 
 
 def train_all(experiment: Experiment, say: Callable[[str], None]) -> pathlib.Path:
@@ -119,7 +120,7 @@ def _require_settings_of(run: Run) -> None:
     checkpoints = run.folder / "checkpoints"
     if not checkpoints.is_dir() or not complete_steps(checkpoints):
         return
-    stored = stored_config(run.folder)
+    stored = stored_config(RunHome.at(run.folder))
     require_same_run(stored, run.config, run.folder)
     before, now = flat(stored), flat(run.config)
     # With the paper's schedule a run may grow; it cannot shrink.

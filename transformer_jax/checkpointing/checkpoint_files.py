@@ -17,7 +17,6 @@ written under its own number there, and the record, one object, makes it complet
 import contextlib
 import json
 import os
-import pathlib
 import re
 import shutil
 import time
@@ -52,20 +51,6 @@ def as_folder(path: AnyPath) -> epath.Path:
     if _SCHEME.match(text):
         raise UserError(f"{text}: runs can be kept in local folders and at gs:// only; choose another place")
     return epath.Path(os.path.abspath(text))
-
-
-def as_local_folder(path: AnyPath) -> pathlib.Path:
-    """A folder to train in.
-
-    Raises:
-        UserError: a remote one: a run appends to its files and locks its folder, which object stores cannot.
-    """
-    if is_remote(as_folder(path)):
-        raise UserError(
-            f"{os.fspath(path)}: a run is trained in a local or mounted folder, choose one; what is trained may then "
-            "be copied there, and translated and averaged where it lies"
-        )
-    return pathlib.Path(path)
 
 
 def is_remote(folder: epath.Path) -> bool:

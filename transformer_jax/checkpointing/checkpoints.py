@@ -106,7 +106,13 @@ class Checkpoints:
             self._warn(f"removed {leftover}, left by a save that was cut short")
 
     def save(
-        self, step: int, state: Mapping[str, PyTree], extra: Mapping[str, Any] | None = None, *, score: float | None
+        self,
+        step: int,
+        state: Mapping[str, PyTree],
+        extra: Mapping[str, Any] | None = None,
+        *,
+        score: float | None,
+        first: Callable[[], None] = lambda: None,
     ) -> None:
         """Saves a step without waiting for the disk: returns when the arrays are copied on their devices.
 
@@ -119,6 +125,8 @@ class Checkpoints:
             state: a dict with `params` (nested dicts) and any other trees of arrays or Python numbers.
             extra: values that JSON can hold; tuples come back as lists.
             score: higher is better; None or a number that is not finite is never best. Of equals the first is best.
+            first: called by process 0, in the thread that saves, before the step is complete, which it is not if this
+                raises: for what must be safe when the step is.
 
         Raises:
             UserError: the save before this one failed; the steps before that are intact.
@@ -132,7 +140,7 @@ class Checkpoints:
         leaves = {name: snapshot(leaf) for name, leaf in named_leaves(state).items()}
         spread = {name: gathered_entry(leaf) for name, leaf in leaves.items() if is_spread(leaf)}
         body = {"step": step, "score": score, "extra": extra, "arrays": spread}
-        self._pending = self._executor.submit(self._save, leaves, body)
+        self._pending = self._executor.submit(self._save, leaves, body, first)
 
     def steps(self) -> list[int]:
         """Steps whose saves are finished, in order; what only a full read can tell is not checked."""
@@ -200,14 +208,14 @@ class Checkpoints:
         finally:
             self._executor.shutdown()
 
-    def _save(self, leaves: dict[str, Any], body: dict[str, Any]) -> None:
+    def _save(self, leaves: dict[str, Any], body: dict[str, Any], first: Callable[[], None]) -> None:
         with one_error_only():
-            failure = self._failure_of_save(leaves, body)
+            failure = self._failure_of_save(leaves, body, first)
             if failure is not None:
                 # Without the error itself, which holds what its writers have to say until Python ends.
                 raise UserError(failure)
 
-    def _failure_of_save(self, leaves: dict[str, Any], body: dict[str, Any]) -> str | None:
+    def _failure_of_save(self, leaves: dict[str, Any], body: dict[str, Any], first: Callable[[], None]) -> str | None:
         step = body["step"]
         try:
             # Popped one by one, so that the copy on the devices shrinks as the one on the host grows.
@@ -216,6 +224,7 @@ class Checkpoints:
             write_arrays(staging(self._folder, step, make_room=_is_primary()), values)
             try:
                 if _is_primary():
+                    first()
                     self._supersede(step)
                     publish(self._folder, step, body)
                     self._rotate()

@@ -9,9 +9,11 @@ import tyro
 
 from transformer_jax.ablation.experiment import Settings, plan
 from transformer_jax.ablation.scale import Scale
+from transformer_jax.checkpointing.checkpoint_files import as_folder, is_remote
 from transformer_jax.cli.options import ConfigFields, parse_options, split_overrides
 from transformer_jax.config import Config
 from transformer_jax.config_fields import field_types
+from transformer_jax.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,10 @@ def run(argv: Sequence[str]) -> None:
     """Parse the options, train what is not trained yet and print where the report is."""
     rest, overrides = split_overrides(argv)
     options = parse_options(Options, rest, "ablate", field_types(Config))
+    if is_remote(as_folder(options.workdir)):
+        raise UserError(
+            f"--workdir is {options.workdir}, but a table's runs go into a local or mounted folder: name one"
+        )
     settings = Settings(
         options.table,
         pathlib.Path(options.workdir),

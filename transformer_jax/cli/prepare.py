@@ -5,7 +5,7 @@ import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.console import Console
@@ -23,6 +23,9 @@ from transformer_jax.data.tokenizer import Tokenizer
 from transformer_jax.data.vocabulary import learn_vocabulary
 from transformer_jax.errors import UserError
 
+if TYPE_CHECKING:
+    from transformer_jax.training.run_home import RunHome
+
 # Seconds between lines of progress where there is no terminal to redraw.
 _QUIET = 15.0
 
@@ -38,8 +41,8 @@ class Options:
     config: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CONFIG")]
     """A configuration file, with a variant or without: configs/base.py:fr."""
     workdir: str | None = None
-    """Folder of the run that will be trained; what is made goes into its folder `data`. Or give --data.cache-dir, which
-    any number of runs can share."""
+    """Folder of the run that will be trained; what is made goes into its folder `data` (of a run at gs://, into the
+    user's cache on this machine). Or give --data.cache-dir, which any number of runs can share."""
     processes: int | None = None
     """Processes that tokenize. Without: one for each processor."""
     settings: ConfigFields = field(default_factory=Config)
@@ -64,7 +67,10 @@ def prepare(config: Config, workdir: str | None, processes: int | None, console:
     def say(line: str) -> None:
         console.print(line, markup=False)
 
-    folder = pathlib.Path(config.data.cache_dir) if config.data.cache_dir else pathlib.Path(workdir or "", "data")
+    from transformer_jax.training.run_home import RunHome
+
+    home = None if workdir is None else RunHome.at(workdir)
+    folder = pathlib.Path(config.data.cache_dir or (home and home.local / "data") or "")
     readings = Readings(folder / "files.json")
     splits = load_splits(config.data, readings)
     for note in splits.notes:
@@ -72,7 +78,7 @@ def prepare(config: Config, workdir: str | None, processes: int | None, console:
     count = splits.train.check()
     say(f"text       {splits.train.name}: {count:,} pairs; dev {splits.dev.name}: {splits.dev.check():,}")
     readings.save()
-    tokenizer = _tokenizer(config, workdir, folder, splits.train, say)
+    tokenizer = _tokenizer(config, home, folder, splits.train, say)
     begin = time.monotonic()
     with _progress(console, count) as on_progress:
         store = build_store(splits.train, tokenizer, folder, processes=processes, on_progress=on_progress)
@@ -95,11 +101,12 @@ def prepare(config: Config, workdir: str | None, processes: int | None, console:
 
 
 def _tokenizer(
-    config: Config, workdir: str | None, folder: pathlib.Path, text: ParallelText, say: Callable[[str], None]
+    config: Config, home: "RunHome | None", folder: pathlib.Path, text: ParallelText, say: Callable[[str], None]
 ) -> Tokenizer:
     """A run that has begun keeps its own; else the one that is given, or one learned from the text."""
-    if workdir is not None and any(pathlib.Path(workdir, "checkpoints").glob("*")):
-        return Tokenizer.load(pathlib.Path(workdir, "tokenizer.model"))
+    if home is not None and home.checkpoints.is_dir() and any(home.checkpoints.iterdir()):
+        home.fetch("tokenizer.model")
+        return Tokenizer.load(home.local / "tokenizer.model")
     if config.data.tokenizer is not None:
         return Tokenizer.load(config.data.tokenizer)
     return learn_vocabulary(text, config.data, folder, say)

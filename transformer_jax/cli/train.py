@@ -19,7 +19,8 @@ class Options:
     config: str
     """Configuration: a Python file with get_config, say configs/demo.py, or with a variant, configs/table3.py:B1."""
     workdir: str
-    """Folder of the run: config.json, tokenizer.model, checkpoints, metrics.jsonl, log.txt, TensorBoard events."""
+    """Folder of the run, or gs://BUCKET/NAME: config.json, tokenizer.model, checkpoints, metrics.jsonl, log.txt,
+    TensorBoard events."""
     profile_steps: str | None = None
     """A:B records updates a to b with JAX's profiler: WORKDIR/profile then has a trace for TensorBoard, xprof or
     Perfetto."""

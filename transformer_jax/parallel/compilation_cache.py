@@ -8,6 +8,11 @@ import platform
 import jax
 
 
+def cache_folder() -> pathlib.Path:
+    """This package's folder in the user's cache, $XDG_CACHE_HOME or ~/.cache."""
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache", "transformer_jax")
+
+
 def enable_compilation_cache() -> None:
     """Keeps compiled programs in the user's cache folder, or in that which JAX_COMPILATION_CACHE_DIR names.
 
@@ -15,8 +20,7 @@ def enable_compilation_cache() -> None:
     unlike machines may share a home folder.
     """
     if jax.config.values["jax_compilation_cache_dir"] is None:
-        home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(home / "transformer_jax" / f"programs-{_machine_digest()}"))
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / f"programs-{_machine_digest()}"))
     # Programs that compile faster than this are not worth a file.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 

@@ -25,18 +25,19 @@ from transformer_jax.translation.translator import Translator
 _SHOWN = 5  # translations printed beside their references
 
 
-def finish(prepared: Prepared, run: pathlib.Path, mesh: Mesh, facts: Mapping[str, Any], report: Reporter) -> None:
+def finish(prepared: Prepared, mesh: Mesh, facts: Mapping[str, Any], report: Reporter) -> None:
     """Scores a finished run, once for each last step, text and search; writes averaged/, results.json and curve.png.
 
     `facts` become part of results.json; `step` is one of them. Every process calls this and has a part in the work.
     """
-    path = run / "results.json"
+    home = prepared.home
+    path = home.local / "results.json"
     asked = _asked(prepared, facts["step"])
     # One of them looks, as it is also the one that writes.
     results = json.loads(gathered(json.dumps(_read(path) if is_first() else None))[0])
     if results is None or results.get("asked") != asked:
         with report.during("scoring"):
-            page, scored = _score(prepared, run, mesh, report)
+            page, scored = _score(prepared, mesh, report)
         results = {**facts, **scored, "asked": asked, "page": page}
         if is_first():
             write_whole(path, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
@@ -44,9 +45,9 @@ def finish(prepared: Prepared, run: pathlib.Path, mesh: Mesh, facts: Mapping[str
         return
     for line in results["page"]:
         report.say(line)
-    draw_curve(run)
+    draw_curve(home.local)
     command = pathlib.Path(sys.executable).with_name("transformer-jax")
-    report.say(f"\ntranslate with: {os.path.relpath(command)} translate {run} < in.txt > out.txt")
+    report.say(f"\ntranslate with: {os.path.relpath(command)} translate {home} < in.txt > out.txt")
 
 
 def _asked(prepared: Prepared, step: int) -> dict[str, Any]:
@@ -71,13 +72,13 @@ def _read(path: pathlib.Path) -> dict[str, Any] | None:
     )
 
 
-def _score(prepared: Prepared, run: pathlib.Path, mesh: Mesh, report: Reporter) -> tuple[list[str], dict[str, Any]]:
+def _score(prepared: Prepared, mesh: Mesh, report: Reporter) -> tuple[list[str], dict[str, Any]]:
     """The page for people, and the numbers."""
-    config, splits = prepared.config, prepared.splits
+    config, splits, home = prepared.config, prepared.splits, prepared.home
     # A moving average is a mean already: the last is scored.
     wanted = 1 if config.optimizer.ema_decay is not None else config.train.average_checkpoints
-    count = min(wanted, len(complete_steps(run / "checkpoints")))
-    averaged, steps = average_run(run, count, warn=report.warn)
+    count = min(wanted, len(complete_steps(home.checkpoints)))
+    averaged, steps = average_run(str(home), count, warn=report.warn)
     # From the files, so that what is scored is what will translate.
     translator = Translator.load(averaged, warn=report.warn, mesh=mesh)
     split, text = ("dev", splits.dev) if splits.test is None else ("test", splits.test)
@@ -91,7 +92,7 @@ def _score(prepared: Prepared, run: pathlib.Path, mesh: Mesh, report: Reporter) 
         page += [f"source      {source}", f"translation {hypothesis}", f"reference   {target}", ""]
     direction = f"{config.data.source_language}-{config.data.target_language}"
     perplexity = reference_perplexity(translator, pairs, report.warn)
-    page += Evaluation(str(run), named, direction, scores, perplexity).table().splitlines()
+    page += Evaluation(str(home), named, direction, scores, perplexity).table().splitlines()
     return page, {
         "split": split,
         "test_set": text.name,

@@ -4,7 +4,6 @@ import collections
 import contextlib
 import math
 import os
-import pathlib
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from transformer_jax.checkpointing.checkpoint_files import as_local_folder
 from transformer_jax.checkpointing.checkpoints import Checkpoints
 from transformer_jax.config import Config
 from transformer_jax.data.batches import PlannedBatch, Shape, batches_from
@@ -33,6 +31,7 @@ from transformer_jax.training.placing import PlacedBatch, placed_ahead
 from transformer_jax.training.preparation import Prepared, prepare, started_with
 from transformer_jax.training.profiling import Compilations, Profile
 from transformer_jax.training.reporting import Reporter
+from transformer_jax.training.run_home import RunHome
 from transformer_jax.training.state import (
     all_finite,
     evaluated_params,
@@ -56,21 +55,27 @@ def train(config: Config, workdir: str | os.PathLike[str], *, profile: range | N
         UserError: a faulty configuration, text or folder, or a loss or gradient that is not finite.
         SystemExit: 130 or 143 after SIGINT or SIGTERM, when the checkpoint is safe.
     """
-    folder = as_local_folder(workdir)
+    home = RunHome.at(workdir)
     enable_compilation_cache()
     mesh = make_mesh(config.mesh)
     require_members(mesh)
     require_alike(started_with(config))
     connect(mesh)
-    with Reporter() as report, only_process(folder) if is_first() else contextlib.nullcontext():
+    with (
+        only_process(home.local) if is_first() else contextlib.nullcontext(),
+        contextlib.ExitStack() as after_the_log,
+        Reporter() as report,
+    ):
         report.console.quiet = not is_first()
         with report.during("preparing text"), first_alone("preparing text"):
-            prepared = prepare(config, folder, report.say)
+            prepared = prepare(config, workdir, report.say)
         require_alike(prepared.common)
+        home = prepared.home
         if is_first():
-            report.attach(folder)
+            report.attach(home.local)
+            after_the_log.enter_context(home.brought_up_to_date())
         checkpoints = Checkpoints(
-            folder / "checkpoints",
+            home.checkpoints,
             keep=prepared.config.train.keep_checkpoints,
             keep_every=prepared.config.train.keep_every,
             warn=report.warn,
@@ -78,19 +83,17 @@ def train(config: Config, workdir: str | os.PathLike[str], *, profile: range | N
         )
         with contextlib.closing(checkpoints), jax.set_mesh(mesh):
             with report.during("making or restoring the parameters"):
-                run = _Run(prepared, folder, mesh, checkpoints, report)
+                run = _Run(prepared, mesh, checkpoints, report)
             run.update_until_done(profile if is_first() else None)
-        finish(prepared, folder, mesh, run.facts(), report)
+        finish(prepared, mesh, run.facts(), report)
 
 
 class _Run:
     """A run between its first update in this process and its last."""
 
-    def __init__(
-        self, prepared: Prepared, folder: pathlib.Path, mesh: Mesh, checkpoints: Checkpoints, report: Reporter
-    ) -> None:
-        self.prepared, self.folder, self.checkpoints, self.report = prepared, folder, checkpoints, report
-        self.config, self.mesh = prepared.config, mesh
+    def __init__(self, prepared: Prepared, mesh: Mesh, checkpoints: Checkpoints, report: Reporter) -> None:
+        self.prepared, self.mesh, self.checkpoints, self.report = prepared, mesh, checkpoints, report
+        self.config, self.home = prepared.config, prepared.home
         model, train = self.config.model, self.config.train
         optimizer = make_optimizer(self.config.optimizer, model.d_model, train.steps)
         self.train_step = make_train_step(self.config, optimizer, mesh)
@@ -130,7 +133,7 @@ class _Run:
         """Makes the updates that remain, those of `profile` recorded."""
         if self.step >= self.config.train.steps and not self.unvalidated:
             return
-        writer = MetricsWriter(self.folder, self.step) if is_first() else None
+        writer = MetricsWriter(self.home.local, self.step) if is_first() else None
         self.report.say(f"training   to update {self.config.train.steps:,}; compiling the first")
         self.report.start(self.step, self.config.train.steps)
         planned = batches_from(self.prepared.plan, self.epoch, self.index)
@@ -138,7 +141,7 @@ class _Run:
             with (
                 Interruption(self.report.say) as interruption,
                 placed_ahead(planned, self.prepared.train, self.mesh, parts=self.config.train.accumulate) as batches,
-                Profile(profile, self.folder / "profile", self.report.say) as recorder,
+                Profile(profile, self.home.local / "profile", self.report.say) as recorder,
                 Compilations() as compilations,
             ):
                 self._update(writer, interruption, batches, recorder, compilations)
@@ -240,7 +243,7 @@ class _Run:
         if in_row < limit:
             self.report.warn(f"update {fault.step:,} is skipped: {fault}")
             return
-        dump = self.folder / f"fault-{fault.step}"
+        dump = self.home.local / f"fault-{fault.step}"
         found = f"`transformer-jax diagnose {dump}` works through it again"
         try:
             write_fault(dump, fault, self.config, planned, self.prepared.train, self.state.params)
@@ -291,4 +294,10 @@ class _Run:
         with self.report.during(SAVING):
             if writer is not None:
                 writer.sync()
-            self.checkpoints.save(self.step, to_checkpoint(self.state), extra, score=score)
+            self.checkpoints.save(
+                self.step,
+                to_checkpoint(self.state),
+                extra,
+                score=score,
+                first=lambda: self.home.keep("metrics.jsonl", "log.txt"),
+            )

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 import transformer_jax
+from transformer_jax.checkpointing.checkpoint_files import AnyPath
 from transformer_jax.checkpointing.checkpoints import read_extra
 from transformer_jax.config import Config
 from transformer_jax.data.batches import BatchPlan, plan_batches
@@ -24,6 +25,7 @@ from transformer_jax.data.tokenizer import Tokenizer
 from transformer_jax.data.vocabulary import learn_vocabulary
 from transformer_jax.errors import UserError
 from transformer_jax.parallel.processes import is_first, require_shared
+from transformer_jax.training.run_home import RunHome
 from transformer_jax.translation.run_folder import with_vocabulary
 
 # Fields that may differ between a run and the command that continues it: none changes an update.
@@ -45,6 +47,7 @@ _FREE_SECTIONS = {"search", "mesh"}
 class Prepared:
     """A run's text, ready for training."""
 
+    home: RunHome
     config: Config
     """The configuration with model.vocab_size filled in."""
     tokenizer: Tokenizer
@@ -76,11 +79,11 @@ class Prepared:
             **self.identity,
             "dev text": self.dev.folder.name,
             "test text": "" if test is None else test.digest(),
-            "folder behind --workdir, which must be one that all share,": self.meeting,
+            "folder behind --workdir, which must be one that all share (or gs://),": self.meeting,
         }
 
 
-def prepare(config: Config, workdir: pathlib.Path, say: Callable[[str], None]) -> Prepared:
+def prepare(config: Config, workdir: AnyPath, say: Callable[[str], None]) -> Prepared:
     """Makes or opens a run's folder: tokenizer.model, tokenized text and, when all is checked, config.json.
 
     What an earlier command made is used again. A folder without a checkpoint holds no run yet: what a command that
@@ -90,18 +93,22 @@ def prepare(config: Config, workdir: pathlib.Path, say: Callable[[str], None]) -
     Raises:
         UserError: faulty text or files, or a folder that holds a run of another configuration, tokenizer or text.
     """
-    if not is_first():
-        require_shared(workdir / "tokenizer.model")
-        require_shared(workdir / "config.json")
-    begun = _has_begun(workdir)
+    home = RunHome.at(workdir)
+    if is_first():
+        home.fetch()
+    else:
+        home.fetch("config.json", "tokenizer.model")
+        require_shared(home.local / "tokenizer.model")
+        require_shared(home.local / "config.json")
+    begun = _has_begun(home)
     if begun:
-        require_same_run(stored_config(workdir), config, workdir)
-    folder = pathlib.Path(config.data.cache_dir) if config.data.cache_dir else workdir / "data"
+        require_same_run(stored_config(home), config, str(home))
+    folder = pathlib.Path(config.data.cache_dir) if config.data.cache_dir else home.local / "data"
     readings = Readings(folder / "files.json")
     splits = load_splits(config.data, readings)
     for note in splits.notes:
         say(note)
-    tokenizer = _tokenizer(config, workdir, begun, splits.train, folder, say)
+    tokenizer = _tokenizer(config, home.local, begun, splits.train, folder, say)
     config = dataclasses.replace(config, model=with_vocabulary(config.model, tokenizer))
     train, dev = (build_store(text, tokenizer, folder) for text in (splits.train, splits.dev))
     plan, dev_plan = (
@@ -110,11 +117,12 @@ def prepare(config: Config, workdir: pathlib.Path, say: Callable[[str], None]) -
     )
     readings.save()
     _require_rows(config, plan)
-    prepared = Prepared(config, tokenizer, splits, train, dev, plan, dev_plan, _meeting(workdir / ".meeting"))
+    prepared = Prepared(home, config, tokenizer, splits, train, dev, plan, dev_plan, _meeting(home))
     if begun:
-        _require_same_text(prepared, workdir)
+        _require_same_text(prepared)
     if is_first():
-        write_whole(workdir / "config.json", config.to_json())
+        write_whole(home.local / "config.json", config.to_json())
+        home.keep("config.json", "tokenizer.model")
     return prepared
 
 
@@ -127,13 +135,14 @@ def _require_rows(config: Config, plan: BatchPlan) -> None:
         )
 
 
-def _meeting(path: pathlib.Path) -> str:
+def _meeting(home: RunHome) -> str:
     if jax.process_count() == 1:
         return ""
-    if is_first():
-        write_whole(path, uuid.uuid4().hex)
+    path = home.kept / ".meeting"
     with contextlib.suppress(OSError):
-        return path.read_text(encoding="utf-8")
+        if is_first():
+            path.write_text(uuid.uuid4().hex)
+        return path.read_text()
     return "none"
 
 
@@ -149,37 +158,36 @@ def started_with(config: Config) -> dict[str, str]:
     }
 
 
-def _has_begun(workdir: pathlib.Path) -> bool:
-    if workdir.exists() and not workdir.is_dir():
-        raise UserError(f"{workdir} is a file: choose another --workdir")
-    checkpoints = workdir / "checkpoints"
-    if checkpoints.is_dir() and any(checkpoints.iterdir()):
+def _has_begun(home: RunHome) -> bool:
+    if home.local.exists() and not home.local.is_dir():
+        raise UserError(f"{home} is a file: choose another --workdir")
+    if home.checkpoints.is_dir() and any(home.checkpoints.iterdir()):
         return True
     for name in ("averaged", "results.json"):
-        if (workdir / name).exists():
+        if (home.kept / name).exists():
             raise UserError(
-                f"{workdir} has {name}, the result of a run, but no checkpoint to go on from: choose another --workdir"
+                f"{home} has {name}, the result of a run, but no checkpoint to go on from: choose another --workdir"
             )
     return False
 
 
-def stored_config(workdir: pathlib.Path) -> Config:
-    """The configuration in a run's folder.
+def stored_config(home: RunHome) -> Config:
+    """The configuration in a run's folder; what is kept elsewhere must have been fetched.
 
     Raises:
         UserError: it is missing or damaged.
     """
-    path = workdir / "config.json"
+    path = home.local / "config.json"
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(f"{workdir}: has checkpoints but no config.json; choose another --workdir") from None
+        raise UserError(f"{home}: has checkpoints but no config.json; choose another --workdir") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); choose another --workdir") from error
     return Config.from_json(text, str(path))
 
 
-def require_same_run(stored: Config, config: Config, workdir: pathlib.Path) -> None:
+def require_same_run(stored: Config, config: Config, workdir: AnyPath) -> None:
     """Raises UserError where `config` would go on with a run in another way than it began."""
     before = _binding(stored)
     for name, now in _binding(config).items():
@@ -204,20 +212,21 @@ def _binding(config: Config) -> dict[str, Any]:
     return found
 
 
-def _require_same_text(prepared: Prepared, workdir: pathlib.Path) -> None:
-    extra = read_extra(workdir / "checkpoints")
+def _require_same_text(prepared: Prepared) -> None:
+    home = prepared.home
+    extra = read_extra(home.checkpoints)
     for name in ("tokenizer", "text"):
         digest = prepared.identity[name]
         if extra.get(name, digest) != digest:
             raise UserError(
-                f"{workdir}: its checkpoints were trained with another {name} than there is now; "
+                f"{home}: its checkpoints were trained with another {name} than there is now; "
                 f"choose another --workdir, or bring that {name} back"
             )
     theirs = json.loads(extra.get("configuration", "{}"))
     for name, value in _binding(prepared.config).items():
         if theirs.get(name, value) != value:
             raise UserError(
-                f"{workdir}/checkpoints is of another run: it was trained with {name} {theirs[name]!r}, and "
+                f"{home}/checkpoints is of another run: it was trained with {name} {theirs[name]!r}, and "
                 f"config.json beside it has {value!r}; bring this run's own back, or choose another --workdir"
             )
 
