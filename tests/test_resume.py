@@ -22,12 +22,13 @@ from transformer_jax.data.batches import batches_from
 from transformer_jax.data.tokenizer import Tokenizer
 from transformer_jax.errors import UserError
 from transformer_jax.parallel.mesh import make_mesh
-from transformer_jax.training import loop, placing
+from transformer_jax.training import evaluating, loop, placing
 from transformer_jax.training.interruption import only_process
 from transformer_jax.training.loop import train
 from transformer_jax.training.metrics import MetricsWriter, read_metrics
 from transformer_jax.training.placing import place
 from transformer_jax.training.preparation import prepare
+from transformer_jax.translation.translator import Translator
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -164,6 +165,34 @@ def test_a_run_that_is_to_stop_leaves_the_validation_to_the_next_command(straigh
         train(straight[1], tmp_path / "run")
     assert stop.value.code == 143 and saved(tmp_path / "run")[4]["score"] is None
     assert metrics(tmp_path / "run")[-1]["step"] == 4 and "dev_bleu" not in metrics(tmp_path / "run")[-1]
+    train(straight[1], tmp_path / "run")
+    assert saved(tmp_path / "run") == saved(straight[0]) and metrics(tmp_path / "run") == metrics(straight[0])
+
+
+def test_a_validation_is_given_up_at_its_next_batch(straight, tmp_path, monkeypatch):
+    """C1: by a signal in the loss of the dev text, then by one in its translation, which the next command began with;
+    the third command ends as a run never stopped. SIGKILL follows SIGTERM in seconds, a validation takes minutes."""
+    translate, place_batch = Translator.translate, evaluating.place
+
+    def signalled(function):
+        def signalling(*given, **options):
+            signal.raise_signal(signal.SIGTERM)
+            return function(*given, **options)
+
+        return signalling
+
+    monkeypatch.setattr(evaluating, "place", signalled(place_batch))
+    monkeypatch.setattr(Translator, "translate", lambda *given, **options: pytest.fail("there was no time for it"))
+    with pytest.raises(SystemExit) as stop:
+        train(straight[1], tmp_path / "run")
+    assert stop.value.code == 143 and saved(tmp_path / "run")[2]["score"] is None
+    monkeypatch.setattr(evaluating, "place", place_batch)
+    monkeypatch.setattr(Translator, "translate", signalled(translate))
+    with pytest.raises(SystemExit) as stop:
+        train(straight[1], tmp_path / "run")
+    assert stop.value.code == 143 and saved(tmp_path / "run")[2]["score"] is None
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2]
+    monkeypatch.undo()
     train(straight[1], tmp_path / "run")
     assert saved(tmp_path / "run") == saved(straight[0]) and metrics(tmp_path / "run") == metrics(straight[0])
 

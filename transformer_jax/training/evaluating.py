@@ -42,21 +42,52 @@ class Validation:
         }
 
 
+class _GivenUp(Exception):
+    """A validation is not worth going on with."""
+
+
 def validate(
-    prepared: Prepared, params: Any, mesh: Mesh, loss_step: Callable[..., Any], report: Reporter
-) -> Validation:
+    prepared: Prepared,
+    params: Any,
+    mesh: Mesh,
+    loss_step: Callable[..., Any],
+    report: Reporter,
+    to_stop: Callable[[], bool],
+) -> Validation | None:
     """Loss over the dev set, BLEU and chrF of its first train.evaluate_sentences sentences.
 
-    Every process calls this; devices share out the rows, and each process gets all sums and all translations.
+    Every process calls this; devices share out the rows, and each process gets all sums and all translations. None: the
+    run is to stop, as `to_stop` has said in all of them. It is asked after each batch.
     """
     config = prepared.config
     pairs = list(itertools.islice(prepared.splits.dev, config.train.evaluate_sentences))
-    with report.counting(VALIDATING, len(pairs)) as on_progress:
-        sums = [loss_step(params, place(planned, prepared.dev, mesh)) for planned in prepared.dev_plan.epoch(-1)]
-        nll, tokens = (sum(float(part[name]) for part in jax.device_get(sums)) for name in ("nll", "tokens"))
-        translator = Translator(config, params, prepared.tokenizer, warn=report.warn, mesh=mesh)
-        _, scores = score_pairs(translator, pairs, config.data.target_language, on_progress)
-    return Validation(nll / tokens, scores)
+
+    def after_batch(done: int) -> None:
+        if to_stop():
+            raise _GivenUp
+        on_progress(done)
+
+    try:
+        with report.counting(VALIDATING, len(pairs)) as on_progress:
+            nll = _dev_nll(prepared, params, mesh, loss_step, lambda: after_batch(0))
+            translator = Translator(config, params, prepared.tokenizer, warn=report.warn, mesh=mesh)
+            _, scores = score_pairs(translator, pairs, config.data.target_language, after_batch)
+    except _GivenUp:
+        return None
+    return Validation(nll, scores)
+
+
+def _dev_nll(
+    prepared: Prepared, params: Any, mesh: Mesh, loss_step: Callable[..., Any], after_batch: Callable[[], None]
+) -> float:
+    sums: list[Any] = []
+    for planned in prepared.dev_plan.epoch(-1):
+        sums.append(loss_step(params, place(planned, prepared.dev, mesh)))
+        # One batch stays in flight: were all, a run could not stop before they are done.
+        jax.block_until_ready(sums[-2:-1])
+        after_batch()
+    nll, tokens = (sum(float(part[name]) for part in jax.device_get(sums)) for name in ("nll", "tokens"))
+    return nll / tokens
 
 
 def score_pairs(

@@ -63,8 +63,8 @@ class Interruption:
 class Agreement:
     """Lets all processes of a run know of a signal at the same update, though it reaches them at different ones.
 
-    Each update every process passes its own signal's number in, and reads the greatest of the update before, which the
-    devices have found meanwhile: one integer in an all-reduce, and nobody waits for it.
+    Each update, and each batch of a validation, every process passes its own signal's number in, and reads the greatest
+    of the one before, which the devices have found meanwhile: one integer in an all-reduce, and nobody waits for it.
     """
 
     def __init__(self, mesh: Mesh, interruption: Interruption) -> None:
@@ -75,7 +75,7 @@ class Agreement:
         self._before: jax.Array | None = None
 
     def reached(self) -> bool:
-        """Whether the run is to stop after this update; every process calls this once in each, and gets one answer."""
+        """Whether the run is to stop after this update or batch; every process calls this after each: one answer."""
         if jax.process_count() == 1:
             return self._interruption.asked is not None
         mine = np.array([self._interruption.asked or 0], np.int32)

@@ -5,7 +5,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -163,10 +163,13 @@ class _Run:
         train, during = self.config.train, self.report.during
         clock = self._clock()
         running: collections.deque[tuple[int, PlannedBatch, Any, bool]] = collections.deque()
-        agreement = Agreement(self.mesh, interruption)
+        agreement, stop = Agreement(self.mesh, interruption), False
         if self.unvalidated:
-            self._save(self._validate(writer), clock, writer)
-        while self.step < train.steps:
+            score = self._validate(writer, agreement.reached)
+            stop = score is None
+            if not stop:
+                self._save(score, clock, writer)
+        while self.step < train.steps and not stop:
             with during(DATA):
                 self.epoch, self.index, planned, arrays = next(batches)
             before = compilations.count
@@ -183,11 +186,10 @@ class _Run:
                 self._record(*running.popleft(), clock, writer, compilations.count)
             recorder.after(self.step)
             # A run that is to stop has no time for it: the next command validates first.
-            score = self._validate(writer) if evaluate and not stop else None
+            score = self._validate(writer, agreement.reached) if evaluate and not stop else None
             if save:
                 self._save(score, clock, writer)
-                if stop or interruption.agreed():
-                    break
+                stop = stop or interruption.agreed()
         self.seconds += clock.total()
 
     def _clock(self) -> Throughput:
@@ -262,12 +264,15 @@ class _Run:
             "lower optimizer.learning_rate (or its factor), or raise optimizer.warmup_steps, in another --workdir"
         )
 
-    def _validate(self, writer: MetricsWriter | None) -> float:
+    def _validate(self, writer: MetricsWriter | None, to_stop: Callable[[], bool]) -> float | None:
+        """The dev BLEU; None where the run is to stop before it is known, which leaves it to the next command."""
         start = time.monotonic()
         params = evaluated_params(self.state)
         # With mesh.shard_weight_update a device holds a part of them, and all while this goes on.
         params = jax.device_put(params, shardings(params, self.mesh))
-        found = validate(self.prepared, params, self.mesh, self.loss_step, self.report)
+        found = validate(self.prepared, params, self.mesh, self.loss_step, self.report, to_stop)
+        if found is None:
+            return None
         if not math.isfinite(found.nll):
             raise UserError(f"update {self.step}: the loss of the dev text is {found.nll} after it; {self._mend()}")
         seconds = time.monotonic() - start
