@@ -18,6 +18,7 @@ from transformer_jax.config_loading import load_config
 from transformer_jax.data.batches import PlannedBatch, Shape
 from transformer_jax.errors import UserError
 from transformer_jax.parallel import processes
+from transformer_jax.parallel.life_signs import Silence, is_refused
 from transformer_jax.training import loop
 from transformer_jax.training.loop import train
 from transformer_jax.training.placing import rows_of
@@ -220,6 +221,62 @@ def test_processes_that_never_meet_say_so(tmp_path):
     assert codes == [2, 2]
     for output in outputs:
         assert "not all processes met at 127.0.0.1:" in output and "within 3 s" in output and len(output) < 400
+
+
+def test_a_process_is_dead_when_it_is_silent_for_long_while_others_look():
+    """J4: by a clock of the test's; a process that stood still itself has not seen that the others were silent."""
+    now = [0.0]
+    silence = Silence(lambda: now[0])
+
+    def look(after, *signs):
+        now[0] += after
+        return silence.longest(dict(enumerate(signs, start=1)))
+
+    assert look(1.0, "", "") == (1, 1.0)  # neither has said anything yet
+    assert look(1.0, "1", "") == (2, 2.0)
+    assert look(1.0, "2", "5") == (1, 0.0)
+    assert look(1.5, "2", "6") == (1, 1.5)
+    assert look(600.0, "2", "6") == (1, 3.5) and look(1.0, "2", "6") == (1, 4.5)
+    assert look(1.0, "3", "6") == (2, 4.0)
+
+
+def test_a_port_where_nobody_listens_is_told_from_one_that_is_slow():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.listen()
+        assert not is_refused(address)
+    assert is_refused(address)
+
+
+# One process kills itself while both wait for what never comes.
+SILENT = """
+import os, signal, sys, time
+from transformer_jax.parallel import processes
+
+address, index, dying = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+with processes.joined(address, 2, index, start_timeout=250, peer_timeout=6):
+    processes.gathered("")
+    if index == dying:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dying", "words"),
+    [
+        (0, "process 1 lost process 0, which said nothing; run the command again in all processes"),
+        (1, "(--peer-timeout); run the command again in all processes"),
+    ],
+)
+def test_a_process_that_is_killed_ends_the_others_with_a_sentence(dying, words, tmp_path):
+    """J4: before jax does, whose last line is a stack trace and whose exit code is that of an abort."""
+    address = f"127.0.0.1:{free_port()}"
+    codes, outputs = run_together(tmp_path, SILENT, [(address, i, dying) for i in range(2)])
+    assert codes[dying] == -signal.SIGKILL and codes[1 - dying] == 1, outputs
+    assert words in outputs[1 - dying].splitlines()[-1] and "Traceback" not in outputs[1 - dying]
 
 
 def test_a_process_has_the_examples_of_its_rows():

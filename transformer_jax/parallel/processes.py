@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 
 from transformer_jax.errors import UserError
 from transformer_jax.parallel.launch import launch_arguments
+from transformer_jax.parallel.life_signs import LOOK, Silence, delay_aborts, is_refused
 
 START_TIMEOUT = 300
 """Seconds in which all processes must have met."""
@@ -32,9 +33,12 @@ PEER_TIMEOUT = 100
 STEP_TIMEOUT = 6 * 3600
 """Seconds that processes wait for process 0 at most, which may learn a tokenizer and tokenize a corpus meanwhile."""
 
-_POLL = 1.0  # seconds between looks at whether another process has failed
+_POLL = LOOK  # seconds between looks at whether another process has failed
+_JAX_LATER = 30  # seconds after `peer_timeout`, when jax itself would end the others, with a stack trace
 _ROOT = "transformer_jax"
 _FAILED = f"{_ROOT}/failed"
+_ALIVE = f"{_ROOT}/alive"
+_AGAIN = "run the command again in all processes to go on from the newest checkpoint"
 # Names of meetings are used once: a number makes them so. Every process comes to them in the same order.
 _meetings = itertools.count()
 
@@ -54,14 +58,15 @@ def joined(
     SLURM, Open MPI or a Cloud TPU slice of several hosts. For a single process nothing is done at all.
 
     An error that leaves the context ends the other processes within seconds, with its message and exit code. One that
-    dies without a word is noticed by its collectives (CPU) or after `peer_timeout` seconds, when jax ends the others.
+    dies without a word is noticed by its collectives (CPU) or, after `peer_timeout` seconds, by process 0, and ends the
+    others with exit code 1; that process 0 is gone itself, the others notice within seconds.
 
     Args:
         coordinator: HOST:PORT where process 0 listens and which all can reach.
         processes: how many there are.
         process: which of them this one is, from 0.
         start_timeout: seconds in which all must have met.
-        peer_timeout: seconds without a heartbeat after which a process counts as dead.
+        peer_timeout: seconds without a sign of life after which a process counts as dead.
 
     Raises:
         UserError: a faulty or missing argument, or a port that is taken.
@@ -72,9 +77,7 @@ def joined(
         yield
         return
     _meet(arguments, start_timeout, peer_timeout)
-    over = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(over,), daemon=True, name="other processes")
-    watcher.start()
+    watch = _Watch(peer_timeout)
     try:
         try:
             yield
@@ -83,7 +86,7 @@ def joined(
             raise
         gathered("")
     except SystemExit:
-        _part(over, watcher)
+        _part(watch)
         raise
     except BaseException as error:
         if not isinstance(error, UserError | KeyboardInterrupt) and _is_loss(error):
@@ -91,7 +94,7 @@ def joined(
             raise SystemExit(1) from error
         _fail(error)
         raise
-    _part(over, watcher)
+    _part(watch)
 
 
 def is_first() -> bool:
@@ -178,7 +181,7 @@ def _meet(arguments: Mapping[str, Any], start_timeout: int, peer_timeout: int) -
         jax.distributed.initialize(
             **arguments,
             initialization_timeout=start_timeout + 30,
-            heartbeat_timeout_seconds=peer_timeout,
+            heartbeat_timeout_seconds=peer_timeout + _JAX_LATER,
             shutdown_timeout_seconds=60,
         )
     except (ValueError, KeyError) as error:
@@ -188,13 +191,19 @@ def _meet(arguments: Mapping[str, Any], start_timeout: int, peer_timeout: int) -
         ) from error
     finally:
         timer.cancel()
+    if _distributed().process_id:
+        delay_aborts()
 
 
-def _client() -> Any:
+def _distributed() -> Any:
     # jax has no public door to its coordination service, where waiting has a time limit and uses no device.
     from jax._src import distributed
 
-    return distributed.global_state.client
+    return distributed.global_state
+
+
+def _client() -> Any:
+    return _distributed().client
 
 
 def _value(key: str, what: str, timeout: float) -> str:
@@ -215,14 +224,72 @@ def _me() -> str:
     return f"process {jax.process_index()} ({socket.gethostname()})"
 
 
-def _watch(over: threading.Event) -> None:
-    """Ends this process when another has failed: the main thread may be waiting for it in a collective."""
-    while not over.wait(_POLL):
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            failure = json.loads(_client().key_value_try_get(_FAILED))
-            if failure["process"] != jax.process_index():
-                _acknowledge()
-                _leave(failure["code"], f"{failure['name']} has ended: {failure['error']}")
+class _Watch:
+    """Ends this process when another has failed or is dead: the main thread may be waiting for it in a collective.
+
+    Process 0 looks at the signs of life of all others; these look at whether it answers, in a thread that asks nothing
+    of it and so cannot be kept waiting.
+    """
+
+    def __init__(self, peer_timeout: float) -> None:
+        self._timeout = peer_timeout
+        # jax.process_index would wait for the devices of all processes.
+        self._process: int = _distributed().process_id
+        self._over = threading.Event()
+        self._answers = 0
+        looks = [self._talk] if self._process == 0 else [self._talk, self._listen]
+        self._threads = [threading.Thread(target=look, daemon=True, name="other processes") for look in looks]
+        for thread in self._threads:
+            thread.start()
+
+    def end(self) -> None:
+        """Before this process takes its leave."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _talk(self) -> None:
+        silence = Silence()
+        while not self._over.wait(_POLL):
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                _leave_if_another_failed()
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                if self._process == 0:
+                    self._leave_if_silent(silence, _signs_of_life())
+                else:
+                    count = self._answers + 1
+                    _client().key_value_set(f"{_ALIVE}/{self._process}", str(count), allow_overwrite=True)
+                    self._answers = count
+
+    def _listen(self) -> None:
+        silence, before = Silence(), 0
+        while not self._over.wait(_POLL):
+            self._leave_if_silent(silence, {0: str(self._answers)})
+            if self._answers == before and is_refused(_distributed().coordinator_address):
+                _leave(1, f"process {self._process} lost process 0, which said nothing; {_AGAIN}")
+            before = self._answers
+
+    def _leave_if_silent(self, silence: Silence, signs: Mapping[int, str]) -> None:
+        process, seconds = silence.longest(signs)
+        if seconds < self._timeout:
+            return
+        message = f"process {process} gave no sign of life for {seconds:.0f} s (--peer-timeout); {_AGAIN}"
+        if self._process == 0:
+            _announce(1, message)
+        _leave(1, message)
+
+
+def _signs_of_life() -> dict[int, str]:
+    """What each process but the first has counted up to."""
+    found = {int(key.rpartition("/")[2]): count for key, count in _client().key_value_dir_get(f"{_ALIVE}/")}
+    return {process: found.get(process, "") for process in range(1, _distributed().num_processes)}
+
+
+def _leave_if_another_failed() -> None:
+    failure = json.loads(_client().key_value_try_get(_FAILED))
+    if failure["process"] != jax.process_index():
+        _acknowledge()
+        _leave(failure["code"], f"{failure['name']} has ended: {failure['error']}")
 
 
 def _acknowledge() -> None:
@@ -240,18 +307,16 @@ def _fail(error: BaseException) -> None:
 
 def _fail_by_loss(error: BaseException) -> None:
     time.sleep(3 * _POLL)  # in which the watcher ends this process, if the other one has said why it ended
-    again = "run the command again in all processes to go on from the newest checkpoint"
-    print(f"error: {_me()} lost another process, which said nothing ({_first_line(error)}); {again}", file=sys.stderr)
-    _announce(1, f"it lost another process, which said nothing; {again}")
+    print(f"error: {_me()} lost another process, which said nothing ({_first_line(error)}); {_AGAIN}", file=sys.stderr)
+    _announce(1, f"it lost another process, which said nothing; {_AGAIN}")
 
 
 def _is_loss(error: BaseException) -> bool:
     return re.search("Gloo|coordination|heartbeat|UNAVAILABLE|Connection (closed|reset)", str(error)) is not None
 
 
-def _part(over: threading.Event, watcher: threading.Thread) -> None:
-    over.set()
-    watcher.join()
+def _part(watch: "_Watch") -> None:
+    watch.end()
     jax.distributed.shutdown()
 
 
