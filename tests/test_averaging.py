@@ -20,20 +20,20 @@ def fail(message):
     raise AssertionError(message)
 
 
-def make_run(run, weights, keep=1000, minutes=None, tokenizer="T"):
+def make_run(run, weights, keep=1000, minutes=None, **extra):
     """A run's folder with a checkpoint for each step: {step: parameters}; a number is a constant weight.
 
-    `minutes` are those trained until each step, `tokenizer` is its digest.
+    `minutes` are those trained until each step; what else is given is in the records.
     """
     run.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "tokenizer.model"):
         (run / name).write_text(name)
     checkpoints = Checkpoints(run / "checkpoints", keep=keep, warn=fail)
     for step, value in weights.items():
-        extra = {"tokenizer": tokenizer, "text": "U"} | ({} if minutes is None else {"seconds": 60.0 * minutes[step]})
+        trained = {} if minutes is None else {"seconds": 60.0 * minutes[step]}
         params = value if isinstance(value, dict) else {"layer": {"w": np.full((2, 3), value, np.float32)}}
         state = {"step": step, "params": params, "optimizer_state": {"count": np.int32(step)}}
-        checkpoints.save(step, state, extra, score=None)
+        checkpoints.save(step, state, {"tokenizer": "T", "text": "U"} | trained | extra, score=None)
     checkpoints.close()
     return run
 
@@ -172,6 +172,16 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"checkpoint .*2 is of another run than checkpoint 1, by its tokenizer"):
         average_run(run, 2)
     assert not (run / "averaged").exists()
+
+
+def test_configurations_are_compared_in_the_fields_that_both_checkpoints_have(tmp_path):
+    """C8: a run may have gone on with a version of the package that writes down more, or less."""
+    run = make_run(tmp_path / "run", {1: 1.0}, configuration='{"model.d_ff": 16, "model.remat": "none"}')
+    make_run(tmp_path / "run", {2: 3.0}, configuration='{"model.d_ff": 16}')
+    assert average_run(run, 2)[1] == [1, 2]
+    make_run(tmp_path / "run", {3: 5.0}, configuration='{"model.d_ff": 24}')
+    with pytest.raises(UserError, match="of another run than checkpoint 1, by its configuration"):
+        average_run(run, 3)
 
 
 def test_two_at_once_take_turns(tmp_path, monkeypatch):

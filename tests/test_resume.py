@@ -15,19 +15,21 @@ import time
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 from small_runs import metrics, pairs, programs_kept_in, run_config, saved, write_pairs
 
 from transformer_jax.config_loading import load_config
 from transformer_jax.data.batches import batches_from
 from transformer_jax.data.tokenizer import Tokenizer
 from transformer_jax.errors import UserError
-from transformer_jax.parallel.mesh import make_mesh
+from transformer_jax.parallel.mesh import AXES, make_mesh
 from transformer_jax.training import evaluating, loop, placing
 from transformer_jax.training.interruption import only_process
 from transformer_jax.training.loop import train
 from transformer_jax.training.metrics import MetricsWriter, read_metrics
 from transformer_jax.training.placing import place
 from transformer_jax.training.preparation import prepare
+from transformer_jax.training.profiling import still_ahead
 from transformer_jax.translation.translator import Translator
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -286,6 +288,41 @@ def test_a_run_does_not_go_on_under_another_configuration(changes, words, straig
     with pytest.raises(UserError, match=words):
         train(run_config(text, **changes), folder)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_way_to_work_out_an_update(stopped, straight, capsys):
+    """C7: what saves memory or compilation may change in the middle of a run, as the mesh may; it says so."""
+    folder, config = stopped
+    unrolled = dataclasses.replace(config.model, scan_layers=False, remat="full", attention_impl="fused")
+    train(dataclasses.replace(config, model=unrolled), folder)
+    said = [line for line in capsys.readouterr().out.splitlines() if "to rounding only" in line]
+    assert len(said) == 1 and "model.remat is 'full' from here on and was 'none'" in said[0]
+    assert "model.scan_layers is False" in said[0] and "model.attention_impl is 'fused'" in said[0]
+    for name in ("loss", "dev_nll", "gradient_norm"):
+        assert metrics(folder, name) == pytest.approx(np.array(metrics(straight[0], name)), rel=1e-5), name
+    results = [json.loads((run / "results.json").read_text()) for run in (folder, straight[0])]
+    assert results[0]["averaged_steps"] == results[1]["averaged_steps"] == [4, 6]
+
+
+def test_a_mesh_that_does_not_divide_the_model_is_refused_before_the_text_is_prepared(tmp_path, monkeypatch):
+    mesh = AbstractMesh((1, 1, 3), AXES, axis_types=(AxisType.Auto,) * 3)
+    monkeypatch.setattr(loop, "make_mesh", lambda config: mesh)
+    monkeypatch.setattr(loop, "prepare", lambda *given: pytest.fail("that may take hours"))
+    with pytest.raises(
+        UserError, match=r"has 16 along F, which mesh\.tensor 3 does not divide: choose a divisor of 16"
+    ):
+        train(run_config(tmp_path / "text", model__num_heads=3, model__d_k=8, model__d_v=8), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_why_there_is_no_trace_is_said(straight, capsys):
+    train(straight[1], straight[0], profile=range(2, 4))
+    assert (
+        "warning: --profile-steps: there is no trace, as updates 2 to 3 are made: this run" in capsys.readouterr().out
+    )
+    assert not (straight[0] / "profile").exists()
+    assert still_ahead(range(6, 8), 6, pytest.fail) == range(6, 8) and still_ahead(None, 6, pytest.fail) is None
 
 
 def test_steps_are_fixed_where_the_schedule_depends_on_them(tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import json
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
@@ -211,7 +212,7 @@ def _all_stored(folder: epath.Path, steps: list[int]) -> dict[int, dict[str, Ent
             stored[step] = stored_params(folder / str(step), record)
         extra = record.get("extra", {})
         for name in _OF_A_RUN & extra.keys():
-            if of_run.setdefault(name, extra[name]) != extra[name]:
+            if not _alike(name, of_run.setdefault(name, extra[name]), extra[name]):
                 raise UserError(
                     f"checkpoint {folder / str(step)} is of another run than checkpoint {steps[0]}, by its {name}: "
                     "average checkpoints of one run"
@@ -225,6 +226,14 @@ def _all_stored(folder: epath.Path, steps: list[int]) -> dict[int, dict[str, Ent
                 "average checkpoints of one run"
             )
     return stored
+
+
+def _alike(name: str, one: str, other: str) -> bool:
+    """Configurations in the fields that both have: the run may have gone on with another version, which knows more."""
+    if name != "configuration":
+        return one == other
+    fields, others = json.loads(one), json.loads(other)
+    return all(fields[name] == others[name] for name in fields.keys() & others.keys())
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import math
 import os
 import time
@@ -12,13 +13,13 @@ import jax
 from jax.sharding import Mesh
 
 from transformer_jax.checkpointing.checkpoints import Checkpoints
-from transformer_jax.config import Config
+from transformer_jax.config import Config, ModelConfig
 from transformer_jax.data.batches import PlannedBatch, Shape, batches_from
 from transformer_jax.errors import UserError
 from transformer_jax.parallel.chips import peak_flops
 from transformer_jax.parallel.compilation_cache import enable_compilation_cache
 from transformer_jax.parallel.connecting import connect
-from transformer_jax.parallel.mesh import make_mesh, replicated, row_shares
+from transformer_jax.parallel.mesh import AnyMesh, make_mesh, replicated, row_shares
 from transformer_jax.parallel.processes import first_alone, is_first, require_alike, require_members
 from transformer_jax.parallel.rules import placed_shapes, shardings
 from transformer_jax.training.evaluating import validate
@@ -29,13 +30,14 @@ from transformer_jax.training.metrics import MetricsWriter
 from transformer_jax.training.opening import opening
 from transformer_jax.training.placing import PlacedBatch, placed_ahead
 from transformer_jax.training.preparation import Prepared, prepare, started_with
-from transformer_jax.training.profiling import Compilations, Profile
+from transformer_jax.training.profiling import Compilations, Profile, still_ahead
 from transformer_jax.training.reporting import Reporter
 from transformer_jax.training.run_home import RunHome
 from transformer_jax.training.state import (
     all_finite,
     evaluated_params,
     from_checkpoint,
+    init_params,
     init_state,
     make_optimizer,
     to_checkpoint,
@@ -58,6 +60,7 @@ def train(config: Config, workdir: str | os.PathLike[str], *, profile: range | N
     home = RunHome.at(workdir)
     enable_compilation_cache()
     mesh = make_mesh(config.mesh)
+    _require_divisible(config.model, mesh)
     require_members(mesh)
     require_alike(started_with(config))
     connect(mesh)
@@ -86,6 +89,13 @@ def train(config: Config, workdir: str | os.PathLike[str], *, profile: range | N
                 run = _Run(prepared, mesh, checkpoints, report)
             run.update_until_done(profile if is_first() else None)
         finish(prepared, mesh, run.facts(), report)
+
+
+def _require_divisible(model: ModelConfig, mesh: AnyMesh) -> None:
+    """Raises UserError where the mesh does not divide the model: before text is prepared, which may take hours."""
+    # The vocabulary, whose size is not known yet, need not be divided.
+    sized = dataclasses.replace(model, vocab_size=1)
+    shardings(jax.eval_shape(lambda: init_params(sized, 0)), mesh)
 
 
 class _Run:
@@ -131,6 +141,7 @@ class _Run:
 
     def update_until_done(self, profile: range | None) -> None:
         """Makes the updates that remain, those of `profile` recorded."""
+        profile = still_ahead(profile, self.step, self.report.warn)
         if self.step >= self.config.train.steps and not self.unvalidated:
             return
         writer = MetricsWriter(self.home.local, self.step) if is_first() else None

@@ -28,8 +28,11 @@ from transformer_jax.parallel.processes import is_first, require_shared
 from transformer_jax.training.run_home import RunHome
 from transformer_jax.translation.run_folder import with_vocabulary
 
+# Fields of the model by which an update is worked out in another way, and rounded in another.
+_ROUNDING = {"scan_layers", "attention_impl", "remat"}
 # Fields that may differ between a run and the command that continues it: none changes an update.
 _FREE = {
+    "model": _ROUNDING,
     # A text may be named by another path, or be moved: `Prepared.identity` knows it by its digest.
     "data": {
         "data_dir", "cache_dir", "tokenizer", "train_source", "train_target", "dev_source", "dev_target",
@@ -102,7 +105,9 @@ def prepare(config: Config, workdir: AnyPath, say: Callable[[str], None]) -> Pre
         require_shared(home.local / "config.json")
     begun = _has_begun(home)
     if begun:
-        require_same_run(stored_config(home), config, str(home))
+        stored = stored_config(home)
+        require_same_run(stored, config, str(home))
+        _say_what_rounds(stored, config, say)
     folder = pathlib.Path(config.data.cache_dir) if config.data.cache_dir else home.local / "data"
     readings = Readings(folder / "files.json")
     splits = load_splits(config.data, readings)
@@ -196,6 +201,16 @@ def require_same_run(stored: Config, config: Config, workdir: AnyPath) -> None:
                 f"{workdir} holds a run with {name} {before[name]!r}, and this command says {now!r}: "
                 "choose another --workdir, or give the run's own value to go on with it"
             )
+
+
+def _say_what_rounds(stored: Config, config: Config, say: Callable[[str], None]) -> None:
+    changed = [
+        f"model.{name} is {getattr(config.model, name)!r} from here on and was {getattr(stored.model, name)!r}"
+        for name in sorted(_ROUNDING)
+        if getattr(config.model, name) != getattr(stored.model, name)
+    ]
+    if changed:
+        say(f"{', '.join(changed)}: the numbers are those of the run as it was, to rounding only")
 
 
 def _binding(config: Config) -> dict[str, Any]:

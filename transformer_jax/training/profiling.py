@@ -29,6 +29,17 @@ def parse_steps(text: str, last: int) -> range:
     return range(int(first), int(end) + 1)
 
 
+def still_ahead(steps: range | None, done: int, warn: Callable[[str], None]) -> range | None:
+    """The updates to record, of a run that has made `done`; None, with a warning, where the last of them is made."""
+    if not steps or steps[-1] > done:
+        return steps
+    warn(
+        f"--profile-steps: there is no trace, as updates {steps[0]:,} to {steps[-1]:,} are made: this run has reached "
+        f"update {done:,}; name later ones"
+    )
+    return None
+
+
 class Profile:
     """A context that writes a trace of some updates into a folder; of a run that ends among them, what there was.
 
