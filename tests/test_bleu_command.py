@@ -117,6 +117,7 @@ def translator(tmp_path_factory):
     return Translator(Config(model=model, data=DataConfig(target_language="de")), random_params(model), tokenizer)
 
 
+@pytest.mark.slow
 def test_a_models_perplexity_is_that_of_its_loss_without_smoothing(translator):
     """Every pair counts, an empty reference too: it is one piece, its end."""
     pairs = [("a small house", "ein kleines Haus"), ("two large houses", "zwei große Häuser"), ("a", "")]

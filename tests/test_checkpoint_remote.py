@@ -86,6 +86,7 @@ def test_a_save_cut_short_at_any_object_leaves_the_step_before_it(tmp_path):
         assert ["cut short" in warning for warning in again.warnings] == [True] * (there and not whole)
 
 
+@pytest.mark.slow
 def test_a_rotation_cut_short_at_any_object_leaves_no_step_that_looks_complete():
     run = Run(FOLDER, keep=1).save(5)
     for moment in moments(lambda: run.save(10))[::3]:

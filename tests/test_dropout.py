@@ -91,6 +91,7 @@ def test_the_gradient_uses_the_mask_of_the_forward_pass():
     np.testing.assert_array_equal(pull_back(jnp.full_like(x, 2.0))[0], out * 2.0)
 
 
+@pytest.mark.slow
 def test_attention_dropout_acts_on_the_weights():
     """The mean over many keys is the result without dropout, and single results differ."""
     q, k, v = (

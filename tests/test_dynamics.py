@@ -1,4 +1,4 @@
-"""Training as PyTorch does it: 200 updates from the same weights on the same batches, step by step the same numbers."""
+"""Training as PyTorch does it: updates from the same weights on the same batches, step by step the same numbers."""
 
 import dataclasses
 import importlib
@@ -112,18 +112,20 @@ def one_thread():
 @pytest.mark.slow
 @pytest.mark.parametrize("norm", ["post", "pre"])
 @pytest.mark.parametrize(
-    ("dtype", "loss", "gradient_norm", "parameters"),
-    [("float32", 5e-5, 1e-3, 1e-4), ("float64", 1e-12, 1e-11, 1e-12)],
+    ("dtype", "updates", "loss", "gradient_norm", "parameters"),
+    [("float32", 40, 2e-5, 5e-4, 5e-5), ("float64", STEPS, 1e-12, 1e-11, 1e-12)],
 )
-def test_curves_equal_torchs(norm, dtype, loss, gradient_norm, parameters, monkeypatch):
+def test_curves_equal_torchs(norm, dtype, updates, loss, gradient_norm, parameters, monkeypatch):
     """Label smoothing, packed rows with padding, the paper's Adam and schedule; dropout off.
 
-    The largest relative differences over 200 updates, when this was written: loss 3e-6 in float32 and 7e-15 in float64,
-    gradient norm 9e-5 and 5e-14. The last parameters differ by at most 3e-6 and 7e-15.
+    The largest relative differences, when this was written: over 200 updates in float64 the loss is 1e-14 apart, the
+    gradient's norm 9e-14, the last parameters 1e-14. In float32 rounding, which is another on each kind of processor,
+    grows with every update: over 200 the loss was 3e-6 apart on one and 3e-4 on another. So the first 40 are compared,
+    where all three are fifty times under these limits or more.
     """
     model = small_config(d_model=16, d_ff=32, norm=norm, vocab_size=VOCABULARY)
     config = dataclasses.replace(CONFIG, model=model)
-    batches = packed_batches()
+    batches = packed_batches()[:updates]
     with jax.enable_x64(dtype == "float64"):
         if dtype == "float64":
             # The very code, its float32 read as float64: norms, softmax, loss and schedule name the type themselves.
@@ -131,7 +133,7 @@ def test_curves_equal_torchs(norm, dtype, loss, gradient_norm, parameters, monke
             object.__setattr__(model, "dtype", "float64")
         ours, first, last = our_curve(config, batches, dtype)
     theirs, state = torch_curve(config, batches, first)
-    assert theirs[-1, 0] < 0.6 * theirs[0, 0], "too little was learned to tell"
+    assert theirs[-1, 0] < (0.6 if updates == STEPS else 0.95) * theirs[0, 0], "too little was learned to tell"
     difference = np.abs(ours / theirs - 1).max(axis=0)
     ends = parameters_that_matter(twin.twin_state(model, jax.tree.map(torch.tensor, last)))
     apart = max(np.abs(ends[name] - value).max() for name, value in parameters_that_matter(state).items())

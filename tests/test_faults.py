@@ -56,6 +56,7 @@ def with_steps(config, steps):
     return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
 
 
+@pytest.mark.slow
 def test_a_bad_batch_in_a_run(tmp_path, monkeypatch):
     """N3: the run goes on, says which lines they were and counts; stopped and gone on with, it ends the same."""
     config = run_config(tmp_path / "text", optimizer__ema_decay=0.5)
@@ -126,6 +127,7 @@ def changed(params, path, index, value):
     return params | {name: new}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path", ["encoder/feed_forward/w_1", "decoder/cross_attention/w_o", "decoder/self_attention/w_q"]
 )
@@ -146,6 +148,7 @@ def test_a_diagnosis_names_a_bad_parameter_and_the_lines_that_meet_it(small):
     assert found.lines == expected and 0 < len(expected) < len(found.fault.lines)
 
 
+@pytest.mark.slow
 def test_a_sound_update_gives_a_diagnosis_without_findings(small, capsys):
     found = diagnosis(small, small[2], "sound")
     assert np.isfinite(found.loss) and np.isfinite(found.gradient_norm)

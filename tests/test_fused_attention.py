@@ -68,6 +68,7 @@ def test_a_model_with_it_gives_the_same_logits_and_gradients():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5, rtol=1e-4), fused, plain)
 
 
+@pytest.mark.slow
 def test_beam_search_with_it_finds_the_same():
     """Cached steps, where beams stand for positions."""
     params = random_params(small_config())

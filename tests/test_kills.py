@@ -33,8 +33,7 @@ def test_kills_are_planned_alike_each_time_and_meet_saves_and_the_end():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["KILL", "TERM"])
-def test_a_run_killed_three_times_ends_as_one_never_stopped(name, tmp_path):
+def test_a_run_killed_and_stopped_twice_ends_as_one_never_stopped(tmp_path):
     """C1: parameters, optimizer, kept steps, best score, averaged model, metrics and scores; SIGTERM's exit code."""
     (tmp_path / "config.py").write_text(CONFIG.format(tests=str(ROOT / "tests"), text=str(tmp_path / "text")))
     environment = {
@@ -42,9 +41,10 @@ def test_a_run_killed_three_times_ends_as_one_never_stopped(name, tmp_path):
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "true", "PYTHONPATH": str(ROOT),
     }  # fmt: skip
     result = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "kills.py", tmp_path / "config.py", "--kills", "3", "--signals", name,
+        [sys.executable, ROOT / "benchmarks" / "kills.py", tmp_path / "config.py", "--kills", "2",
          "--folder", tmp_path / "kills"],
         cwd=ROOT, env=environment, capture_output=True, text=True,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
-    assert f"SIG{name}: 3 of 3 kills left what they should; the ends are the same" in result.stdout
+    for name in ("SIGKILL", "SIGTERM"):
+        assert f"{name}: 2 of 2 kills left what they should; the ends are the same" in result.stdout

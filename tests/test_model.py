@@ -104,6 +104,7 @@ def test_sentences_packed_in_a_row_do_not_see_each_other(positions):
 # What may be seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ["post", "pre"])
 def test_logits_do_not_depend_on_later_target_pieces(norm):
     """The gradient of position t's logits with respect to an embedding is exactly zero for pieces that come after t."""
@@ -137,6 +138,7 @@ def test_padding_content_reaches_nothing():
     np.testing.assert_allclose(padded[0, :4, pieces], alone[0, :, pieces], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ["post", "pre"])
 def test_a_row_of_padding_alone_harms_nothing(norm):
     """M1: everything is finite; the other row's logits are right, and loss and gradients are those of that row alone

@@ -42,6 +42,7 @@ def without_evaluation(folder, **changes):
 
 
 # Python 3.13 warns of a type of jaxlib's as it is made, where an error would end the process.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:builtin type event_stats has no __module__ attribute:DeprecationWarning")
 def test_a_trace_of_some_updates_names_the_papers_parts(tmp_path, monkeypatch):
     """Updates 3 to 4 and no others are in it. J1: update 5 compiles the train step again, and says so."""
@@ -87,6 +88,7 @@ def test_a_trace_of_some_updates_names_the_papers_parts(tmp_path, monkeypatch):
     assert [line["checkpoint_seconds"] > 0 for line in lines[:2]] == [False, True]
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_among_the_updates_to_record_keeps_what_there_was(tmp_path, monkeypatch):
     """Killed, and gone on with after them: the same command again records nothing, and is no mistake."""
     config, run = without_evaluation(tmp_path / "text"), tmp_path / "run"

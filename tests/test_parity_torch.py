@@ -37,6 +37,7 @@ def our_loss(config, params):
     return sums["loss"] / sums["tokens"], logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ["post", "pre"])
 def test_logits_loss_and_gradients_equal_torchs(norm):
     """Every leaf of the parameter tree; torch shares label smoothing over all W pieces, as we do."""

@@ -146,6 +146,7 @@ def watch_updates(monkeypatch, watch):
     monkeypatch.setattr(loop, "make_train_step", make_watched)
 
 
+@pytest.mark.slow
 def test_the_loop_takes_the_batches_that_follow_its_checkpoint(stopped, straight, monkeypatch):
     """C2: in the loop itself, through the end of an epoch; the checkpoint is not of what was made ahead."""
     consumed = []
@@ -159,6 +160,7 @@ def test_the_loop_takes_the_batches_that_follow_its_checkpoint(stopped, straight
     assert len(prepared.plan.epoch(0)) < 6
 
 
+@pytest.mark.slow
 def test_a_run_that_is_to_stop_leaves_the_validation_to_the_next_command(straight, tmp_path, monkeypatch):
     """C1: a validation may take longer than the time between SIGTERM and SIGKILL; lines and scores are the same."""
     updates = itertools.count(1)
@@ -199,6 +201,7 @@ def test_a_validation_is_given_up_at_its_next_batch(straight, tmp_path, monkeypa
     assert saved(tmp_path / "run") == saved(straight[0]) and metrics(tmp_path / "run") == metrics(straight[0])
 
 
+@pytest.mark.slow
 def test_a_run_whose_text_cannot_be_read_any_more_ends_with_that_error(straight, tmp_path, monkeypatch):
     """C2: the updates before that batch are made and kept, and the thread that met the error keeps nothing waiting."""
     assemble, numbers = placing.assemble, itertools.count(1)
@@ -218,6 +221,7 @@ def test_a_run_whose_text_cannot_be_read_any_more_ends_with_that_error(straight,
     assert saved(tmp_path / "run") == saved(straight[0]) and metrics(tmp_path / "run") == metrics(straight[0])
 
 
+@pytest.mark.slow
 def test_an_end_between_validation_and_save_leaves_no_second_line(straight, tmp_path, monkeypatch):
     """C1: the lines of update 4 are written, its checkpoint is not; the run goes on from update 3."""
     save = loop.Checkpoints.save
@@ -236,6 +240,7 @@ def test_an_end_between_validation_and_save_leaves_no_second_line(straight, tmp_
     assert saved(tmp_path / "run") == saved(straight[0]) and metrics(tmp_path / "run") == metrics(straight[0])
 
 
+@pytest.mark.slow
 def test_metrics_after_the_checkpoint_are_dropped_and_a_cut_line_too(stopped, straight):
     """Killed after update 4 was written down, in the middle of the next line."""
     folder, config = stopped
@@ -248,6 +253,7 @@ def test_metrics_after_the_checkpoint_are_dropped_and_a_cut_line_too(stopped, st
     assert steps == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_is_passed_over_loudly(stopped, straight, capsys):
     folder, config = stopped
     damage(folder / "checkpoints" / "3")

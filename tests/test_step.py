@@ -104,6 +104,7 @@ DESCENT = optax.with_extra_args_support(optax.sgd(0.1))
 # Accumulation
 
 
+@pytest.mark.slow
 def test_parts_weigh_by_their_pieces():
     """G1: parts with 2 and with 8 target pieces; the loss is the mean over 10 pieces, not that of two means."""
     batch = batch_of([(2,), (8,)])
@@ -193,6 +194,7 @@ def test_an_average_changes_no_update():
     assert_same(*states)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", [None, 0.2])
 def test_a_checkpoint_holds_what_translates_as_its_params(decay):
     state, step = state_and_step(config_of(optimizer={"ema_decay": decay}))
@@ -291,6 +293,7 @@ def equations(jaxpr):
                 yield from equations(inner)
 
 
+@pytest.mark.slow
 def test_what_stays_float32_in_bfloat16():
     """Parameters, moments, average, sums of gradients; exponentials, logarithms and roots, so softmax, loss, norms."""
     config = config_of({"dtype": "bfloat16", **DROPOUT}, accumulate=2, optimizer={"ema_decay": 0.9, "clip_norm": 1.0})
@@ -331,6 +334,7 @@ def lowered_gradients(**changes):
     return compiled_gradients(config).lower(random_params(config.model), batch, jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_remat_lowers_the_memory_of_an_update():
     """What XLA allocates besides arguments and results."""
     none, dots, full = (

@@ -56,6 +56,7 @@ def model():
     return module, module.init(jax.random.key(0), token, token)
 
 
+@pytest.mark.slow
 def test_step_by_step_equals_the_full_pass(model):
     module, params = model
     source, target = rows([sentence(4), sentence(7)], 8), rows([[BOS, *sentence(5)], [BOS, *sentence(3)]], 6)
@@ -67,6 +68,7 @@ def test_step_by_step_equals_the_full_pass(model):
         np.testing.assert_allclose(logits[:, 0], full[:, t], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_padding_of_the_source_changes_nothing(model):
     module, params = model
     target = rows([[BOS, *sentence(5)]], 6)

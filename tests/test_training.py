@@ -83,6 +83,7 @@ def short_pairs(count, seed=0):
     return pairs(count, seed, words=["ab", "cd", "gh", "kl"], longest=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -110,6 +111,7 @@ def test_every_kind_of_model_learns(changes, tmp_path):
     assert all(leaf.dtype == jax.numpy.float32 for leaf in jax.tree.leaves(state.params))
 
 
+@pytest.mark.slow
 def test_a_run_of_unpacked_batches(tmp_path):
     """Two widths, each compiled once, each update's first of a width left out of the speed."""
     long = write_pairs(tmp_path / "long.tsv", pairs(40, longest=18))
@@ -122,6 +124,7 @@ def test_a_run_of_unpacked_batches(tmp_path):
     assert len(losses) == 6 and all(map(math.isfinite, losses))
 
 
+@pytest.mark.slow
 def test_packed_and_unpacked_batches_give_the_same_loss(tmp_path):
     """Several static shapes, each pair alone or among others in a row: the mean over pieces is one number."""
     means = []
@@ -165,6 +168,7 @@ def test_the_learning_rate_of_each_update_is_the_schedules(run):
     assert [rate for (rate,) in metrics(run[0], "learning_rate")] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_tensorboard_has_the_same_numbers(run):
     found = {(name, step): value for name, step, value in events(run[0])}
     for line in read_metrics(run[0] / "metrics.jsonl"):
@@ -243,6 +247,7 @@ def test_a_second_training_in_a_folder_changes_nothing_there(tmp_path):
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_the_same_seed_repeats_a_run_and_another_does_not(run, tmp_path):
     """J7."""
     folder, config = run
@@ -264,6 +269,7 @@ def test_translations_have_no_part_in_chance(run):
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.slow
 def test_validation_scores_every_sentence(tmp_path):
     """E6: 11 sentences in batches of few, one too long for a training batch and for the search."""
     rows = [(f"ab cd {'ef ' * i}", "gh") for i in range(10)] + [("kl " * 40, "mn")]
@@ -318,6 +324,7 @@ def test_a_dev_loss_that_is_not_finite_stops_the_run_before_its_checkpoint(tmp_p
     assert "stopped by UserError: update 2" in (tmp_path / "run" / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_memory_is_flat(tmp_path, monkeypatch):
     """Arrays alive before each checkpoint: updates, validations and checkpoints leave none behind.
 

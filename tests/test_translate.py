@@ -50,6 +50,7 @@ def test_every_printed_score_is_what_forced_decoding_gives():
         np.testing.assert_allclose(log_probs.sum(axis=1) / ((5 + lengths) / 6) ** 0.6, found.scores[:, beam], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_n_best_list_is_sorted_and_distinct_and_begins_with_the_best():
     """B5: beam 5, n_best 5 and 1."""
     config, params = biased_model(1.0)
