@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import pathlib
+import queue
 import shutil
 import signal
 import subprocess
@@ -18,13 +19,14 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from small_runs import metrics, pairs, programs_kept_in, run_config, saved, write_pairs
 
+from transformer_jax.cli.main import main
 from transformer_jax.config_loading import load_config
 from transformer_jax.data.batches import batches_from
 from transformer_jax.data.tokenizer import Tokenizer
-from transformer_jax.errors import UserError
+from transformer_jax.errors import Interrupted, UserError
 from transformer_jax.parallel.mesh import AXES, make_mesh
 from transformer_jax.training import evaluating, loop, placing
-from transformer_jax.training.interruption import only_process
+from transformer_jax.training.interruption import Interruptible, Interruption, only_process
 from transformer_jax.training.loop import train
 from transformer_jax.training.metrics import MetricsWriter, read_metrics
 from transformer_jax.training.placing import place
@@ -399,6 +401,41 @@ def test_two_processes_do_not_train_in_one_folder(straight):
     with only_process(straight[0]), pytest.raises(UserError, match="another process is training there"):
         train(straight[1], straight[0])
     train(straight[1], straight[0])
+
+
+def test_a_signal_where_nothing_is_to_be_saved_ends_the_run_at_once(capsys, monkeypatch):
+    """C1: while text is prepared or scores are made; a second SIGTERM disturbs nothing, a person may insist."""
+
+    def interrupted(config, workdir, profile):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(loop, "train", interrupted)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert main(["train", "--config", str(ROOT / "configs" / "demo.py"), "--workdir", "x"]) == 143
+    assert capsys.readouterr().err == "interrupted by SIGTERM: run the command again to go on\n"
+    with pytest.raises(Interrupted) as second, Interruptible():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGINT)
+    assert second.value.code == 130
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def test_a_signal_is_not_forgotten_where_no_python_runs():
+    """C1: a vocabulary is learned for minutes in one call; here the context does not end, and the process would."""
+    left = queue.SimpleQueue()
+    with Interruptible(patience=0.0, leave=left.put):
+        with pytest.raises(Interrupted):
+            signal.raise_signal(signal.SIGTERM)
+        assert left.get(timeout=60).code == 143
+    with pytest.raises(SystemExit) as stop, Interruptible(leave=pytest.fail), Interruption(print) as interruption:
+        signal.raise_signal(signal.SIGTERM)
+        assert interruption.asked == signal.SIGTERM
+    assert stop.value.code == 143
 
 
 CONFIG = """

@@ -70,6 +70,8 @@ def run(argv: Sequence[str]) -> None:
         path = write_report(experiment, experiment.failures)
     else:
         from transformer_jax.ablation.runs import train_all
+        from transformer_jax.training.interruption import Interruptible
 
-        path = train_all(experiment, lambda message: print(message, flush=True))
+        with Interruptible():
+            path = train_all(experiment, lambda message: print(message, flush=True))
     print(path)

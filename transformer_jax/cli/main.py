@@ -1,7 +1,7 @@
 """`transformer-jax COMMAND ...`: finds the command and turns what it raises into an exit code.
 
 0 success; 2 bad input or configuration, with one line on standard error; 130 interrupted from the keyboard; 143 a
-training run ended by SIGTERM after its checkpoint; 141 the reader of our output went away.
+training run ended by SIGTERM, during updates after a checkpoint; 141 the reader of our output went away.
 """
 
 import importlib
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from transformer_jax.config_fields import nearest
-from transformer_jax.errors import UserError
+from transformer_jax.errors import Interrupted, UserError
 
 # The modules are imported only when their command runs: JAX takes a second that `--help` need not wait for.
 COMMANDS = {
@@ -38,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return _BAD_INPUT
+    except Interrupted as error:
+        print(error, file=sys.stderr)
+        return error.code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED

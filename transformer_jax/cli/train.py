@@ -45,15 +45,17 @@ def run(argv: Sequence[str]) -> None:
     options = parse_options(Options, rest, "train", field_types(Config))
     config = load_config(options.config, overrides)
     from transformer_jax.parallel.processes import joined
+    from transformer_jax.training.interruption import Interruptible
     from transformer_jax.training.loop import train
     from transformer_jax.training.profiling import parse_steps
 
     profile = parse_steps(options.profile_steps, config.train.steps) if options.profile_steps is not None else None
-    with joined(
+    together = joined(
         options.coordinator,
         options.processes,
         options.process,
         start_timeout=options.start_timeout,
         peer_timeout=options.peer_timeout,
-    ):
+    )
+    with together, Interruptible():
         train(config, options.workdir, profile=profile)

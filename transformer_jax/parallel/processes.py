@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import jax
 from jax.sharding import Mesh
 
-from transformer_jax.errors import UserError
+from transformer_jax.errors import Interrupted, UserError
 from transformer_jax.parallel.launch import launch_arguments
 from transformer_jax.parallel.life_signs import LOOK, Silence, delay_aborts, is_refused
 
@@ -95,6 +95,14 @@ def joined(
         _fail(error)
         raise
     _part(watch)
+
+
+def leave(error: Interrupted) -> NoReturn:
+    """Ends this process, whatever its main thread does, and the others with it."""
+    print(error, file=sys.stderr)
+    if _client() is not None:
+        _fail(error)
+    _leave(error.code, None)
 
 
 def is_first() -> bool:
@@ -301,6 +309,8 @@ def _fail(error: BaseException) -> None:
     """Tells the other processes, and sees to it that this one does not wait for them when it ends."""
     if isinstance(error, UserError):
         _announce(2, str(error))
+    elif isinstance(error, Interrupted):
+        _announce(error.code, str(error))
     else:
         _announce(130 if isinstance(error, KeyboardInterrupt) else 1, f"{type(error).__name__}: {_first_line(error)}")
 

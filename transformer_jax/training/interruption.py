@@ -1,9 +1,11 @@
-"""What may come between: SIGINT and SIGTERM end a run between two updates, and one command trains in a folder."""
+"""What may come between: SIGINT and SIGTERM end a run, between updates with a checkpoint, and one command trains in a
+folder."""
 
 import contextlib
 import os
 import pathlib
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -14,9 +16,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from transformer_jax.errors import UserError
+from transformer_jax.errors import Interrupted, UserError
 from transformer_jax.parallel.mesh import replicated
-from transformer_jax.parallel.processes import gathered
+from transformer_jax.parallel.processes import gathered, leave
 
 
 class Interruption:
@@ -58,6 +60,56 @@ class Interruption:
                 f"stopped by {signal.Signals(self.asked).name}: the checkpoint is safe, run the command again to go on"
             )
             sys.exit(128 + self.asked)
+
+
+class Interruptible:
+    """A context in which SIGINT and SIGTERM raise `Interrupted`, but where an `Interruption` has them.
+
+    What learns a vocabulary or compiles a program may run no Python for minutes, in which nothing can be raised. If the
+    context has not ended after `patience` seconds, the process does: whatever was under way can be killed.
+    """
+
+    def __init__(self, patience: float = 10.0, leave: Callable[[Interrupted], object] = leave) -> None:
+        self._patience, self._leave = patience, leave
+        self._handlers: dict[int, Any] = {}
+        self._asked = False
+        self._left = threading.Event()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        first, self._asked = not self._asked, True
+        # What the first sets off may take a moment: another SIGTERM would only disturb it, a person may insist.
+        if first or number == signal.SIGINT:
+            raise Interrupted(number)
+
+    def _watch(self) -> None:
+        """Python's own handler in C writes the number of each signal at once, whatever the main thread does."""
+        while number := self._reading.recv(1):
+            # Those for which the loop has another handler get here too.
+            if signal.getsignal(number[0]) == self._handle and not self._left.wait(self._patience):
+                self._leave(Interrupted(number[0]))
+
+    def __enter__(self) -> "Interruptible":
+        if threading.current_thread() is threading.main_thread():
+            self._reading, self._writing = socket.socketpair()
+            self._writing.setblocking(False)
+            self._before = signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
+            self._handlers = {n: signal.signal(n, self._handle) for n in (signal.SIGINT, signal.SIGTERM)}
+            self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._handlers:
+            return
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._before)
+        self._left.set()
+        self._writing.close()
+        self._thread.join()
+        self._reading.close()
 
 
 class Agreement:
