@@ -11,6 +11,7 @@ from brute_force import Hypothesis, all_hypotheses, full_length_beam_search, sco
 
 from transformer_jax.errors import UserError
 from transformer_jax.search import beam_search, gather_beams, greedy_search, length_penalties
+from transformer_jax.search.beam import best_pieces
 
 PAD, EOS, BOS = 0, 1, 2
 HISTORIES = 11
@@ -434,6 +435,22 @@ def test_reorder_replaces_the_gathering_of_the_cache():
     expected = search(scorer, [0, 1, 2], [12] * 3)
     for sentence in range(3):
         assert_same(hypotheses(result, sentence), hypotheses(expected, sentence))
+
+
+@pytest.mark.parametrize("pieces", [5, 1000, 3000, 3001, 8000])
+def test_the_best_of_many_pieces_are_those_of_a_sort(pieces):
+    """In groups or, where no size divides or there are few pieces, at once; most pieces forbidden in the last rows."""
+    rng = np.random.default_rng(pieces)
+    rows = rng.standard_normal((6, pieces)).astype(np.float32)
+    rows[3] = np.sort(rows[3])
+    rows[4, rng.permutation(pieces)[3:]] = -np.inf
+    rows[5] = rng.integers(0, 9, pieces)  # many are equal
+    best, tokens = jax.tree.map(np.asarray, best_pieces(jnp.asarray(rows), 5))
+    order = np.argsort(-rows, axis=1, kind="stable")[:, :5]
+    np.testing.assert_array_equal(best, np.take_along_axis(rows, order, axis=1))
+    np.testing.assert_array_equal(tokens[:4], order[:4])
+    np.testing.assert_array_equal(best, np.take_along_axis(rows, tokens, axis=1))
+    assert all(len(set(row)) == 5 for row in tokens.tolist())
 
 
 def test_gather_beams_takes_rows_and_leaves_scalars():
