@@ -1,16 +1,13 @@
 """A run of several processes: local ones, on CPU devices that talk over gloo, as hosts do over a network."""
 
 import json
-import os
-import pathlib
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from several_processes import free_port, run_together, write_config
 from small_runs import metrics, programs_kept_in, run_config, saved
 
 from transformer_jax.checkpointing.checkpoint_files import complete_steps
@@ -23,20 +20,6 @@ from transformer_jax.training import loop
 from transformer_jax.training.loop import train
 from transformer_jax.training.placing import rows_of
 from transformer_jax.training.preparation import prepare
-
-TESTS = pathlib.Path(__file__).parent
-
-CONFIG = """
-import pathlib, sys
-sys.path.insert(0, {tests!r})
-from small_runs import run_config
-
-def get_config(variant):
-    return run_config(
-        pathlib.Path({text!r}), train__steps=8, train__evaluate_every=8, train__checkpoint_every=2,
-        data__max_length=24, data__batch_tokens=112,
-    )
-"""
 
 # `train.py`, but a process may send itself a signal before one of its updates.
 PROGRAM = """
@@ -63,34 +46,6 @@ sys.exit(main(["train", *sys.argv[3:]]))
 """
 
 
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return listener.getsockname()[1]
-
-
-def run_together(folder, program, arguments, devices=1, limit=900):
-    """Runs a Python program in as many processes as there are lists of arguments; exit code and output of each."""
-    environment = {
-        **os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices),
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"), "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
-        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
-    }  # fmt: skip
-    outputs = [folder / f"output-{i}" for i in range(len(arguments))]
-    started = []
-    try:
-        for each, output in zip(arguments, outputs, strict=True):
-            with output.open("w") as file:
-                command = [sys.executable, "-c", program, *map(str, each)]
-                started.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
-        codes = [process.wait(timeout=limit) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    return codes, [output.read_text() for output in outputs]
-
-
 def train_together(folder, run, count, *options, devices=1, signals=None):
     """Trains in `count` processes; `signals` says which process gets which signal before which of its updates."""
     port = free_port()
@@ -107,7 +62,7 @@ def train_together(folder, run, count, *options, devices=1, signals=None):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
-    (folder / "config.py").write_text(CONFIG.format(tests=str(TESTS), text=str(folder / "text")))
+    write_config(folder)
     with programs_kept_in(folder / "programs"):
         yield folder
 

@@ -8,8 +8,8 @@ import signal
 import object_store
 import pytest
 from etils import epath
+from several_processes import free_port, run_together, write_config
 from small_runs import metrics, programs_kept_in, run_config, saved
-from test_processes import CONFIG, TESTS, free_port, run_together
 
 from transformer_jax.cli.main import main
 from transformer_jax.errors import UserError
@@ -199,7 +199,7 @@ sys.exit(main(["train", *sys.argv[2:]]))
 @pytest.mark.slow
 def test_two_hosts_that_share_no_disk(new_machine, tmp_path):
     """The text is tokenized on each; one writes the run, parts of arrays come from both; one host alone goes on."""
-    (tmp_path / "config.py").write_text(CONFIG.format(tests=str(TESTS), text=str(tmp_path / "text")))
+    write_config(tmp_path)
     (tmp_path / "text").mkdir()
 
     def train_on(count, steps):
