@@ -6,9 +6,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= dev
-# Two to four processes: each compiles for itself and holds about a gigabyte. Tests of a group, which share a program's
-# output, run in one of them.
-PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist loadgroup
+# Two to four processes: each compiles for itself and holds about a gigabyte. The tests of a file, which share programs
+# and runs, run in one of them.
+PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile
 
 BIN := $(VENV)/bin/python
 MAKEFLAGS += --no-print-directory

@@ -56,10 +56,15 @@ class FileSystem(fsspec.AbstractFileSystem):
     """What epath reads and writes small files by, lists and removes."""
 
     protocol = ("gs", "gcs")
-    cachable = False
 
     def ls(self, path, detail=True, **options):
         path = self._strip_protocol(path).strip("/")
+        found = self._ls_from_cache(path) or self._listed(path)
+        # As gcsfs does: what is written beside it is not seen again, unless its cache is off.
+        self.dircache[path] = found
+        return found if detail else [each["name"] for each in found]
+
+    def _listed(self, path):
         objects = sizes(path)
         if path in objects:
             found = {path: {"name": path, "size": objects[path], "type": "file"}}
@@ -72,7 +77,7 @@ class FileSystem(fsspec.AbstractFileSystem):
                     found[child] = {"name": child, "size": objects.get(child, 0), "type": kind}
             if not found:
                 raise FileNotFoundError(path)
-        return list(found.values()) if detail else list(found)
+        return list(found.values())
 
     def _open(self, path, mode="rb", **options):
         if mode == "rb":

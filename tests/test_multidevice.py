@@ -6,7 +6,7 @@ import pytest
 from device_programs import run_apart
 from eight_devices import MESHES, UPDATES
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("devices")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

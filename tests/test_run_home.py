@@ -65,7 +65,7 @@ def moments(here, tmp_path_factory):
     """What the store holds before each change that the same run makes at the address, and after the last."""
     seen = []
     object_store.OBJECTS.clear()
-    object_store.BEFORE_CHANGE.append(lambda name: seen.append(dict(object_store.OBJECTS)))
+    object_store.BEFORE_CHANGE[:] = [lambda name: seen.append(dict(object_store.OBJECTS))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("moments")))
         train(here[1], ADDRESS)

@@ -18,9 +18,6 @@ from transformer_jax.parallel import rules
 from transformer_jax.parallel.mesh import AXES
 from transformer_jax.training.state import init_state, make_optimizer
 
-pytestmark = pytest.mark.xdist_group("weight update")
-
-
 # Where the axis goes
 
 

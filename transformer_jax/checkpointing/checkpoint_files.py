@@ -47,10 +47,21 @@ def as_folder(path: AnyPath) -> epath.Path:
     """
     text = os.fspath(path)
     if text.startswith("gs://"):
+        _look_each_time()
         return epath.Path(text)
     if _SCHEME.match(text):
         raise UserError(f"{text}: runs can be kept in local folders and at gs:// only; choose another place")
     return epath.Path(os.path.abspath(text))
+
+
+def _look_each_time() -> None:
+    """gcsfs answers from listings that it has made before, for ever: what tensorstore or another host has written since
+    would not be there. It is told to look each time, before its first use.
+    """
+    with contextlib.suppress(ImportError):  # which is told of where the address is used
+        from fsspec.config import conf
+
+        conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
 
 
 def is_remote(folder: epath.Path) -> bool:
