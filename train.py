@@ -5,7 +5,7 @@ The same as `transformer-jax train`, without an installed package.
 
 import sys
 
-from transformer_jax.cli.main import main
+from transformer_jax.cli.main import run_and_exit
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    run_and_exit(["train", *sys.argv[1:]])

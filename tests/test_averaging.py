@@ -12,6 +12,7 @@ from small_checkpoints import flip_value
 
 from transformer_jax.checkpointing.checkpoints import Checkpoints, digest_tree, load_params
 from transformer_jax.cli.main import main
+from transformer_jax.config import Config, TrainConfig
 from transformer_jax.errors import UserError
 from transformer_jax.training.averaging import average_checkpoints, average_run
 
@@ -258,7 +259,14 @@ def test_a_run_that_lacks_its_tokenizer_is_named(tmp_path):
 def test_the_command(tmp_path, capsys):
     run = make_run(tmp_path / "run", {step: float(step) for step in (1, 2, 3)})
     assert main(["average", str(run), "--last", "2"]) == 0
-    assert capsys.readouterr().out == f"{run / 'averaged'}: mean of the checkpoints of updates 2, 3\n"
+    assert capsys.readouterr().out == (
+        f"{run / 'averaged'}: mean of the checkpoints of updates 2, 3; "
+        f"translate, evaluate and score take it for {run} from now on\n"
+    )
+    (run / "config.json").write_text(Config(train=TrainConfig(average_checkpoints=3)).to_json())
+    assert main(["average", str(run)]) == 0
+    assert "updates 1, 2, 3;" in capsys.readouterr().out
+    (run / "config.json").write_text(Config().to_json())
     for argv, words in (
         ([str(run)], "has 3 checkpoints, fewer than the 5"),
         ([str(run), "--last", "0"], "--last is 0"),

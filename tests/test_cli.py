@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
+from rich.console import Console
 
 import transformer_jax.evaluation.forced_decoding
+from transformer_jax.cli import progress
 from transformer_jax.cli.main import COMMANDS, main
 from transformer_jax.cli.options import split_overrides
 from transformer_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
@@ -409,3 +411,33 @@ def test_help_waits_for_no_jax():
         "try: main(['train', '--help'])\nexcept SystemExit: pass\nsys.exit('jax' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
+WAITED_FOR = """
+import concurrent.futures, time
+from transformer_jax.cli import main
+from transformer_jax.errors import Interrupted
+
+def download(argv):
+    concurrent.futures.ThreadPoolExecutor().submit(time.sleep, 600)
+    raise Interrupted(15)
+
+main._dispatch = download
+main.run_and_exit([])
+"""
+
+
+def test_a_signal_ends_a_command_whose_library_has_threads_at_work():
+    """Python waits for the threads of pools before it ends: a download of hours would go on."""
+    result = subprocess.run([sys.executable, "-c", WAITED_FOR], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 143
+    assert result.stderr == "interrupted by SIGTERM: run the command again to go on\n"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_how_far_a_command_has_come_is_told(terminal, monkeypatch):
+    monkeypatch.setattr(progress, "_QUIET", -1.0)
+    told = io.StringIO()
+    with progress.counting(Console(file=told, force_terminal=terminal, width=80), "translating", 2000) as on_progress:
+        on_progress(1000)
+    assert "1,000/2,000" in told.getvalue() or "1000/2000" in told.getvalue()

@@ -127,7 +127,9 @@ def test_without_libtpu_one_line_tells_the_extra(monkeypatch, capsys):
     monkeypatch.setattr(programs.importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     assert main(["compile-check", BASE, "--topology", "v5e:2x4"]) == 2
-    assert capsys.readouterr().err == ("error: compile-check needs libtpu: pip install 'transformer-jax[tpu-check]'\n")
+    assert capsys.readouterr().err == (
+        "error: compile-check needs libtpu: in the project's folder, pip install -e '.[tpu-check]'\n"
+    )
 
 
 def test_a_mesh_that_does_not_divide_the_slice_is_refused(monkeypatch, capsys):

@@ -33,7 +33,7 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
     if file.is_dir():
         file = file / "config.json"
     if not file.is_file():
-        raise UserError(f"there is no configuration file {str(file)!r}")
+        raise UserError(f"there is no configuration file {str(file)!r}, nor a run's folder of that name")
     if file.suffix == ".json":
         if variant:
             raise UserError(f"{path}: a JSON configuration has no variants; leave out {':' + variant!r}")

@@ -5,7 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rich.console import Console
+
 from transformer_jax.cli.options import Run, given, parse_options
+from transformer_jax.cli.progress import counting
 from transformer_jax.cli.text import check_output, read_pairs, write_lines
 from transformer_jax.config import DataConfig
 from transformer_jax.errors import UserError
@@ -16,7 +19,8 @@ class Options:
     """Translate a test set, every line of it, and score it: the paper's BLEU, sacreBLEU, chrF2, perplexity."""
 
     run: Run
-    """The model: a run's folder, an averaged checkpoint or an exported folder."""
+    """The model: a run's folder, whose averaged model is taken if it is as new as the newest checkpoint, or a folder
+    of checkpoints' mean itself: RUN/averaged."""
     split: Literal["dev", "test"] = "test"
     """Which part of the run's own corpus; unused with --source and --reference."""
     source: str | None = None
@@ -56,7 +60,9 @@ def run(argv: Sequence[str]) -> None:
     translator = Translator.load(options.run, mesh=all_devices())
     data = translator.config.data
     name, sources, references = _split(data, options.split) if own_text is None else (options.source, *own_text)
-    found = translator.translate(sources, n_best=1, **given(options, "beam_size", "length_penalty", "batch_tokens"))
+    settings = given(options, "beam_size", "length_penalty", "batch_tokens")
+    with counting(Console(stderr=True), "translating", len(sources)) as on_progress:
+        found = translator.translate(sources, n_best=1, on_progress=on_progress, **settings)
     hypotheses = [translations[0].text for translations in found]
     if options.output is not None:
         write_lines(options.output, hypotheses)

@@ -4,10 +4,13 @@
 training run ended by SIGTERM, during updates after a checkpoint; 141 the reader of our output went away.
 """
 
+import contextlib
 import importlib
 import importlib.metadata
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from transformer_jax.config_fields import nearest
 from transformer_jax.errors import Interrupted, UserError
@@ -27,7 +30,7 @@ COMMANDS = {
     "compile-check": "compile a configuration's programs for TPUs without having one: memory, exchanges, time",
 }
 _USAGE = "usage: transformer-jax COMMAND [OPTIONS]"
-_INTERRUPTED, _BROKEN_PIPE, _BAD_INPUT = 130, 141, 2
+_INTERRUPTED, _TERMINATED, _BROKEN_PIPE, _BAD_INPUT = 130, 143, 141, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError as error:
         if "gcsfs" not in str(error):
             raise
-        print("error: gs:// needs gcsfs: pip install 'transformer-jax[gcs]'", file=sys.stderr)
+        print("error: gs:// needs gcsfs: in the project's folder, pip install -e '.[gcs]'", file=sys.stderr)
         return _BAD_INPUT
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
@@ -64,6 +67,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return _BAD_INPUT
     return 0
+
+
+def run_and_exit(argv: Sequence[str] | None = None) -> NoReturn:
+    """`main` as a program: a signal ends it at once, where Python would wait for the threads of a library that goes on
+    with a download.
+    """
+    code = main(argv)
+    if code in (_INTERRUPTED, _TERMINATED):
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _dispatch(argv: list[str]) -> None:
@@ -94,4 +109,4 @@ def _help() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit()

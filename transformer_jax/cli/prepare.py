@@ -1,17 +1,16 @@
 """`transformer-jax prepare CONFIG --workdir RUN | --data.cache-dir FOLDER [--SECTION.FIELD VALUE ...]`."""
 
-import contextlib
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from transformer_jax.cli.options import ConfigFields, parse_options, split_overrides
+from transformer_jax.cli.progress import counting
 from transformer_jax.config import Config
 from transformer_jax.config_fields import field_types
 from transformer_jax.config_loading import load_config
@@ -25,9 +24,6 @@ from transformer_jax.errors import UserError
 
 if TYPE_CHECKING:
     from transformer_jax.training.run_home import RunHome
-
-# Seconds between lines of progress where there is no terminal to redraw.
-_QUIET = 15.0
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,7 @@ def prepare(config: Config, workdir: str | None, processes: int | None, console:
     readings.save()
     tokenizer = _tokenizer(config, home, folder, splits.train, say)
     begin = time.monotonic()
-    with _progress(console, count) as on_progress:
+    with counting(console, "tokenizing", count) as on_progress:
         store = build_store(splits.train, tokenizer, folder, processes=processes, on_progress=on_progress)
     dev = build_store(splits.dev, tokenizer, folder)
     pieces = [int(offsets[-1]) for offsets in (store.source_offsets, store.target_offsets)]
@@ -110,23 +106,3 @@ def _tokenizer(
     if config.data.tokenizer is not None:
         return Tokenizer.load(config.data.tokenizer)
     return learn_vocabulary(text, config.data, folder, say)
-
-
-@contextlib.contextmanager
-def _progress(console: Console, total: int) -> Iterator[Callable[[int], None]]:
-    """What is called with the number of pairs done: a bar on a terminal, else a line now and then."""
-    if console.is_terminal:
-        columns = (TextColumn("tokenizing"), MofNCompleteColumn(), BarColumn(bar_width=20), TimeRemainingColumn())
-        with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task("", total=total)
-            yield lambda done: bar.update(task, completed=done)
-        return
-    last = time.monotonic()
-
-    def line(done: int) -> None:
-        nonlocal last
-        if time.monotonic() - last > _QUIET:
-            last = time.monotonic()
-            console.print(f"tokenizing {done:,}/{total:,}", markup=False)
-
-    yield line

@@ -14,7 +14,8 @@ class Options:
     """Log-probability (natural, summed over word pieces and the end) that a model gives to each translation."""
 
     run: Run
-    """The model: a run's folder, an averaged checkpoint or an exported folder."""
+    """The model: a run's folder, whose averaged model is taken if it is as new as the newest checkpoint, or a folder
+    of checkpoints' mean itself: RUN/averaged."""
     source: str
     """Source text, one sentence a line."""
     target: str

@@ -23,7 +23,8 @@ class Options:
     """
 
     run: Run
-    """The model: a run's folder, an averaged checkpoint or an exported folder."""
+    """The model: a run's folder, whose averaged model is taken if it is as new as the newest checkpoint, or a folder
+    of checkpoints' mean itself: RUN/averaged."""
     input: str | None = None
     """Text file to translate, .gz too; standard input where none is given."""
     output: str | None = None

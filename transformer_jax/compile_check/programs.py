@@ -92,7 +92,7 @@ def devices_of(where: Slice) -> list[Any]:
         UserError: libtpu is missing, or does not know the slice.
     """
     if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
-        raise UserError("compile-check needs libtpu: pip install 'transformer-jax[tpu-check]'")
+        raise UserError("compile-check needs libtpu: in the project's folder, pip install -e '.[tpu-check]'")
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from jax.experimental import topologies

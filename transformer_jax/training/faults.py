@@ -140,6 +140,10 @@ def diagnose(folder: str | os.PathLike[str]) -> Diagnosis:
 
 
 def _read(folder: pathlib.Path) -> tuple[Fault, Config, Batch]:
+    if not (folder / "fault.json").is_file():
+        raise UserError(
+            f"{folder} has no fault.json: name RUN/fault-STEP, which a run writes that ends in such an update"
+        )
     try:
         facts: dict[str, Any] = json.loads((folder / "fault.json").read_text(encoding="utf-8"))
         if facts.pop(_DIGEST) != json_digest(facts):

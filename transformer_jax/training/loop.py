@@ -156,6 +156,8 @@ class _Run:
                 Compilations() as compilations,
             ):
                 self._update(writer, interruption, batches, recorder, compilations)
+                if self.step >= self.config.train.steps:
+                    self.report.say(f"trained    {self.step:,} updates in {self.seconds:,.0f} s")
                 with self.report.during(SAVING):
                     self.checkpoints.wait()
         finally:

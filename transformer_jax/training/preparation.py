@@ -44,6 +44,8 @@ _FREE = {
     },
 }  # fmt: skip
 _FREE_SECTIONS = {"search", "mesh"}
+# Where a refusal would surprise.
+_WHY = {"train.steps": ", to which its learning rate falls since the first update (optimizer.decay is linear)"}
 
 
 @dataclass(frozen=True)
@@ -198,8 +200,8 @@ def require_same_run(stored: Config, config: Config, workdir: AnyPath) -> None:
     for name, now in _binding(config).items():
         if before.get(name, now) != now and (name, now) != ("model.vocab_size", None):
             raise UserError(
-                f"{workdir} holds a run with {name} {before[name]!r}, and this command says {now!r}: "
-                "choose another --workdir, or give the run's own value to go on with it"
+                f"{workdir} holds a run with {name} {before[name]!r}, and this command says {now!r}"
+                f"{_WHY.get(name, '')}: choose another --workdir, or give the run's own value to go on with it"
             )
 
 

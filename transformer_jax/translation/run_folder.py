@@ -55,7 +55,7 @@ def read_run(path: str | os.PathLike[str], step: Step, warn: Callable[[str], Non
 
 
 def _read(checkpoints: epath.Path, step: Step, warn: Callable[[str], None]) -> Run:
-    config, tokenizer = _config_and_tokenizer(checkpoints.parent)
+    config, tokenizer = run_config(checkpoints.parent), _tokenizer(checkpoints.parent)
     # Before the shapes are compared: another tokenizer may make them differ, which would then be all that one reads.
     digest = read_extra(checkpoints, step).get("tokenizer", tokenizer.digest)
     if digest != tokenizer.digest:
@@ -70,14 +70,29 @@ def _read(checkpoints: epath.Path, step: Step, warn: Callable[[str], None]) -> R
     return Run(config, restored.params, tokenizer, restored.step, _note(restored.step, restored.extra, restored.score))
 
 
-def _config_and_tokenizer(run: epath.Path) -> tuple[Config, Tokenizer]:
-    config, tokenizer = run / "config.json", run / "tokenizer.model"
-    if not is_remote(run):
-        return load_config(str(config)), Tokenizer.load(tokenizer)
+def run_config(run: str | os.PathLike[str]) -> Config:
+    """The configuration in a run's folder, local or at gs://.
+
+    Raises:
+        UserError: it is missing or damaged.
+    """
+    path = as_folder(run) / "config.json"
+    if not is_remote(path):
+        return load_config(os.fspath(epath.Path(run) / "config.json"))
     try:
-        return Config.from_json(config.read_text(), str(config)), Tokenizer(tokenizer.read_bytes(), str(tokenizer))
+        return Config.from_json(path.read_text(), str(path))
     except OSError as error:
-        raise UserError(f"{run}: config.json or tokenizer.model cannot be read ({error}); check the address") from error
+        raise UserError(f"{path} cannot be read ({error}); check the address") from error
+
+
+def _tokenizer(run: epath.Path) -> Tokenizer:
+    path = run / "tokenizer.model"
+    if not is_remote(run):
+        return Tokenizer.load(path)
+    try:
+        return Tokenizer(path.read_bytes(), str(path))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error}); check the address") from error
 
 
 def with_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
