@@ -84,7 +84,7 @@ def test_a_run_on_four_then_two_then_one_then_two_processes_is_that_of_one(folde
 
     codes, outputs = train_together(folder, run, 4, signals={2: (signal.SIGKILL, 6)})
     assert codes.pop(2) == -signal.SIGKILL and set(codes) <= {1, -signal.SIGABRT}, outputs
-    assert any("lost another process" in output or "another task died" in output for output in outputs), outputs
+    assert any("lost another process" in output or "no sign of life" in output for output in outputs), outputs
     # Before its sixth update; the save after the fourth may have been under way.
     assert steps() in ([2], [2, 4])
 

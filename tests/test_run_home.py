@@ -18,6 +18,8 @@ from transformer_jax.training.metrics import MetricsWriter
 from transformer_jax.training.run_home import RunHome
 from transformer_jax.translation.translator import Translator
 
+pytestmark = pytest.mark.slow
+
 ADDRESS = "gs://bucket/run"
 RUN = epath.Path(ADDRESS)
 
@@ -126,8 +128,8 @@ def test_a_run_goes_on_on_another_machine(here, new_machine, monkeypatch, tmp_pa
 
 
 def test_a_machine_lost_at_any_object_costs_what_came_after_the_checkpoint(moments, here, new_machine):
-    """C4: three moments of the run, one of them amid its first checkpoint."""
-    for moment in (moments[12], moments[len(moments) // 2], moments[-8]):
+    """C4: two moments of the run, one of them amid its first checkpoint."""
+    for moment in (moments[12], moments[-8]):
         object_store.OBJECTS.clear()
         object_store.OBJECTS.update(moment)
         new_machine()
@@ -196,7 +198,6 @@ sys.exit(main(["train", *sys.argv[2:]]))
 """
 
 
-@pytest.mark.slow
 def test_two_hosts_that_share_no_disk(new_machine, tmp_path):
     """The text is tokenized on each; one writes the run, parts of arrays come from both; one host alone goes on."""
     write_config(tmp_path)

@@ -33,7 +33,7 @@ _BARRIERS = itertools.count()
 
 @contextlib.contextmanager
 def one_error_only() -> Iterator[None]:
-    """A context in which a write that fails says nothing but the error that it raises.
+    """A context in which a write or a read that fails says nothing but the error that it raises.
 
     orbax logs the traceback of each of its writers when one fails, and those still at work then meet a closed event
     loop, which Python prints, or end with an error that nobody asks for: 800 lines for a small model.
@@ -169,7 +169,7 @@ def _read(folder: epath.Path, names: list[str]) -> dict[str, np.ndarray]:
         for item, tree in as_numpy.items()
     }
     try:
-        with _ONE_AT_A_TIME, _checkpointer(options) as checkpointer:
+        with one_error_only(), _ONE_AT_A_TIME, _checkpointer(options) as checkpointer:
             restored = checkpointer.restore(folder, args=ocp.args.Composite(**arguments))
         arrays = named_leaves({"params": restored.get("params", {}), **restored.get("training", {})})
         return {name: arrays[name] for name in names}
