@@ -253,7 +253,8 @@ def _expand(live_log_probs: Array, log_probs: Array, forced: Array | None, pad_i
 
 
 def best_pieces(log_probs: Array, count: int) -> tuple[Array, Array]:
-    """The `count` best of each row and which they are, the best first, in a third to a sixth of `lax.top_k`'s time.
+    """The `count` best of each row and which they are, the best first, in less time than `lax.top_k`: a third of
+    it for 8,000 pieces, a sixth for 37,000, hardly less for 3,000.
 
     That sorts a row whole, or keeps a heap over it. No piece is among the best unless its group is among the best by
     its largest member, so that only these groups' members are compared. Where the last of the list has equals outside
