@@ -171,6 +171,22 @@ def test_help_of_train_shows_every_field_with_its_docstring(capsys):
     assert "--train.label-smoothing FLOAT" in out and "eps_ls (section 5.4)" in out
 
 
+@pytest.mark.parametrize("argv", [["train", "--config", DEMO], ["describe", "--devices", "8", DEMO, "--json"]])
+def test_help_beside_a_configuration_shows_what_that_has(argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*argv, "--help"])
+    out = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert not stop.value.code
+    assert "Width of the residual stream (D). (default: 128)" in out
+    # What the command itself needs stays as it is.
+    assert out.count("(required)") == (2 if argv[0] == "train" else 1)
+
+
+def test_help_beside_a_configuration_that_is_not_there(capsys):
+    assert main(["train", "--help", "--config", "nowhere.py"]) == 2
+    assert "'nowhere.py'" in capsys.readouterr().err
+
+
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("transformer-jax ")

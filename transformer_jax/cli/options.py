@@ -9,14 +9,18 @@ import tyro
 
 from transformer_jax.config import Config
 from transformer_jax.config_fields import describe_type, field_types, nearest, parse_value
+from transformer_jax.config_loading import load_config
 from transformer_jax.errors import UserError
 
 Options = TypeVar("Options")
 
 Run = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
 
-# A command that takes a configuration has a field of this type: its help page then shows every field's docstring.
+# A command that takes a configuration has a field `settings` of this type, for its help page: that shows every field's
+# docstring, and its value in the file that is named beside --help.
 ConfigFields = Annotated[tyro.conf.FlagConversionOff[Config], tyro.conf.arg(name="")]
+
+_HELP = {"-h", "--help"}
 
 
 def parse_options(
@@ -27,6 +31,8 @@ def parse_options(
 ) -> Options:
     """An `options` object from a command line; `--help` prints the help page and exits with 0.
 
+    Beside a configuration (`--config FILE --help`, or `FILE --help`) the page shows that file's values as defaults.
+
     Args:
         options: a dataclass; fields become `--options`, their docstrings the help.
         argv: the words after the command.
@@ -36,9 +42,31 @@ def parse_options(
     Raises:
         UserError: an unknown option (with the nearest name), a missing or bad value.
     """
-    if {"-h", "--help"} & set(argv):
-        tyro.cli(options, args=["--help"], prog=f"transformer-jax {command}", config=[tyro.conf.FlagCreatePairsOff])
-    return options(**_parse(options, argv, command, list(other_names)))
+    if _HELP & set(argv):
+        page = _with_named_config(options, [word for word in argv if word not in _HELP])
+        tyro.cli(page, args=["--help"], prog=f"transformer-jax {command}", config=[tyro.conf.FlagCreatePairsOff])
+    values = _given_values(options, argv, command, list(other_names))
+    missing = [_shown(options, name) for name in _required(options) if name not in values]
+    if missing:
+        raise UserError(f"{' and '.join(missing)} must be given (see transformer-jax {command} --help)")
+    return options(**values)
+
+
+def _with_named_config(options: type, argv: Sequence[str]) -> type:
+    """`options` with the configuration that `argv` names as the default of `settings`; other mistakes do not matter."""
+    if "settings" not in get_type_hints(options):
+        return options
+    try:
+        named = _given_values(options, argv, "", []).get("config")
+    except UserError:
+        named = None
+    if named is None:
+        return options
+    config = load_config(named)
+    settings = ("settings", ConfigFields, dataclasses.field(default_factory=lambda: config))
+    return dataclasses.make_dataclass(
+        options.__name__, [settings], bases=(options,), namespace={"__doc__": options.__doc__}, frozen=True
+    )
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -62,10 +90,10 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return rest, overrides
 
 
-def _parse(options: type, argv: Sequence[str], command: str, other_names: list[str]) -> dict[str, Any]:
+def _given_values(options: type, argv: Sequence[str], command: str, other_names: list[str]) -> dict[str, Any]:
     """The values given, by name. Tyro would parse them too, but its messages are framed, and too long for one line."""
     kinds = {name: kind for name, kind in field_types(options).items() if "." not in name}
-    positional, required = _positional(options), _required(options)
+    positional = _positional(options)
     values: dict[str, Any] = {}
     words: list[str] = []
     remaining = iter(argv)
@@ -88,10 +116,7 @@ def _parse(options: type, argv: Sequence[str], command: str, other_names: list[s
         raise UserError(f"{surplus!r} is one word too many (see transformer-jax {command} --help)")
     values |= dict(zip(positional, words, strict=False))
     for name in (name for name, value in values.items() if value == ""):  # "$RUN" of a shell where it is not set
-        raise UserError(f"{name.upper() if name in positional else _spelled(name)} is empty; give it a value")
-    missing = [name.upper() if name in positional else _spelled(name) for name in required if name not in values]
-    if missing:
-        raise UserError(f"{' and '.join(missing)} must be given (see transformer-jax {command} --help)")
+        raise UserError(f"{_shown(options, name)} is empty; give it a value")
     return values
 
 
@@ -100,6 +125,10 @@ def _next(words: Iterator[str], option: str, kind: object) -> str:
     if text.startswith("--"):
         raise UserError(f"{option} needs a value: {describe_type(kind)}")
     return text
+
+
+def _shown(options: type, name: str) -> str:
+    return name.upper() if name in _positional(options) else _spelled(name)
 
 
 def _spelled(name: str) -> str:

@@ -13,7 +13,8 @@ from transformer_jax.config_loading import load_config
 class Options:
     """Train a model, or go on with a run that was stopped: the same command again resumes it.
 
-    The options with a dot change fields of the configuration; the defaults shown are the paper's, a file has its own.
+    The options with a dot change fields of the configuration; the defaults shown are the paper's, or
+    beside --config FILE that file's.
     """
 
     config: str

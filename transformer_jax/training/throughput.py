@@ -51,7 +51,8 @@ class Throughput:
         pieces = self._lengths[planned.examples].astype(np.int64)
         self._real += int(pieces.sum())
         self._padded += planned.shape.filled_up(self._row_multiple).cells
-        self._flops += TRAINING * int(forward_flops(self._model, pieces[:, 0], pieces[:, 1]).sum())
+        if self._peak is not None:
+            self._flops += TRAINING * int(forward_flops(self._model, pieces[:, 0], pieces[:, 1]).sum())
 
     def rates(self) -> dict[str, float]:
         """The interval's numbers; {} if no update counts.
