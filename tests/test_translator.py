@@ -160,6 +160,13 @@ def test_an_impossible_n_best_is_refused_before_any_line_is_read(translator):
         translator.translate_stream(iter(lambda: pytest.fail("read"), None), n_best=8)
 
 
+def test_a_line_that_is_no_string_is_refused_by_number(translator):
+    with pytest.raises(UserError, match="line 2 is of the type NoneType, but must be a string"):
+        translator(iter(["a", None]))  # of an iterator the tests' checks of types see nothing
+    with pytest.raises(UserError, match="line 1 is of the type bytes"):
+        translator.score(iter([b"a"]), ["a"])
+
+
 def test_plans_have_one_number_of_rows_a_width_and_no_batch_over_its_budget():
     """J1: whatever the lengths; every sentence once."""
     rng = np.random.default_rng(0)

@@ -143,7 +143,8 @@ class Translator:
             on_progress: takes the number of lines that are done, after each batch.
 
         Raises:
-            UserError: a setting out of range, or settings that the model's learned positions do not reach.
+            UserError: a setting out of range, settings that the model's learned positions do not reach, or a line that
+                is no string.
         """
         found = self.translate_stream(
             lines,
@@ -184,7 +185,8 @@ class Translator:
         text gets another score than in `translate`. A blank target is EOS alone; a blank source is no exception.
 
         Raises:
-            UserError: unequal numbers of sources and targets, or a target longer than the model's learned positions.
+            UserError: unequal numbers of sources and targets, a line that is no string, or a target longer than the
+                model's learned positions.
         """
         sources, targets = list(_listed(sources)), list(_listed(targets))
         if len(sources) != len(targets):
@@ -295,6 +297,10 @@ class Translator:
         return encoded
 
 
-def _listed(lines: Iterable[str]) -> Iterable[str]:
-    # A string is an iterable of strings, too: of its characters.
-    return [lines] if isinstance(lines, str) else lines
+def _listed(lines: Iterable[str]) -> Iterator[str]:
+    """The lines, as they are asked for; a string is one."""
+    # It is an iterable of strings, too: of its characters.
+    for number, line in enumerate([lines] if isinstance(lines, str) else lines, start=1):
+        if not isinstance(line, str):
+            raise UserError(f"line {number} is of the type {type(line).__name__}, but must be a string")
+        yield line
