@@ -7,8 +7,8 @@ PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= dev
 # Two to four processes: each compiles for itself and holds about a gigabyte. The tests of a file, which share programs
-# and runs, run in one of them.
-PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile
+# and runs, run in one of them, in the order of tests/conftest.py.
+PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 BIN := $(VENV)/bin/python
 MAKEFLAGS += --no-print-directory

@@ -1,5 +1,6 @@
 """What all tests run with: JAX on the CPU, nothing compiled by an earlier run, and annotations that are checked."""
 
+import collections
 import os
 
 # Before JAX is imported: the tests compare numbers, which other backends compute with fewer digits. A compilation cache
@@ -12,3 +13,9 @@ import jaxtyping
 # Every annotated argument and result in the package is checked: dtypes, and that the dimension of a letter is the same
 # wherever the letter stands in one signature.
 jaxtyping.install_import_hook("transformer_jax", "beartype.beartype")
+
+
+def pytest_collection_modifyitems(items):
+    """Files with most slow tests come first: where processes take whole files, one at the end is waited for alone."""
+    slow = collections.Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
