@@ -1,7 +1,7 @@
 """A store of objects that stands for gs:// in a test's process: Google's JSON interface, and fsspec's file system.
 
 As there, a folder is there only while an object has its name before its own, nothing can be renamed, and an object is
-written whole or not at all. `install` must be called before the first use of a gs:// address; `connect`, in another
+written whole or not at all. `installed` must be entered before the first use of a gs:// address; `connect`, in another
 process, makes gs:// mean the same store.
 """
 
@@ -192,18 +192,44 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(204 if delete(f"{bucket}/{name}") else 404)
 
 
-def install():
-    """Starts the store; gs:// means it from now on, in this process."""
+@contextlib.contextmanager
+def installed():
+    """A context in which gs:// means the store, in this process."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     os.environ["TENSORSTORE_GCS_HTTP_URL"] = f"http://127.0.0.1:{server.server_port}"
     os.environ["GOOGLE_AUTH_TOKEN_FOR_TESTING"] = "none"
     _register()
-    return server
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def empty():
+    """Removes all objects, and what is called before changes."""
+    OBJECTS.clear()
+    BEFORE_CHANGE.clear()
+
+
+def moments(action):
+    """The objects before each change that `action` makes, and after the last."""
+    seen = []
+    BEFORE_CHANGE.append(lambda name: seen.append(dict(OBJECTS)))
+    action()
+    BEFORE_CHANGE.clear()
+    return [*seen, dict(OBJECTS)]
+
+
+def stand_at(moment):
+    """Makes the objects those of a moment."""
+    OBJECTS.clear()
+    OBJECTS.update(moment)
 
 
 def connect():
-    """Makes gs:// mean the store of the process whose `install` has set the environment."""
+    """Makes gs:// mean the store of the process whose `installed` has set the environment."""
     global put, delete, get, sizes
     put, delete, get, sizes = _remote_put, _remote_delete, _remote_get, _remote_sizes
     _register()

@@ -9,7 +9,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from transformer_jax.checkpointing.checkpoint_files import complete_steps, read_record
 from transformer_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig, SearchConfig, TrainConfig
-from transformer_jax.training.metrics import read_metrics
+from transformer_jax.training import loop
+from transformer_jax.training.metrics import MetricsWriter, read_metrics
 
 WORDS = ["ab", "cd", "ef", "gh", "ij", "kl", "mn", "op"]
 # What no two runs have in common.
@@ -75,6 +76,41 @@ def run_config(folder, **changes):
         config,
         **{section: dataclasses.replace(getattr(config, section), **fields) for section, fields in sections.items()},
     )
+
+
+def straight_run(folder):
+    """A run of six updates without a stop, made in `folder`, and its configuration."""
+    config = run_config(folder / "text")
+    loop.train(config, folder / "run")
+    return folder / "run", config
+
+
+def watch_updates(monkeypatch, watch):
+    """Calls `watch` with the batch of each update that the loop begins; batches are made ahead, in threads."""
+    make_train_step = loop.make_train_step
+
+    def make_watched(*given):
+        step = make_train_step(*given)
+
+        def watched(state, batch):
+            watch(batch)
+            return step(state, batch)
+
+        return watched
+
+    monkeypatch.setattr(loop, "make_train_step", make_watched)
+
+
+def act_after_writing(monkeypatch, step, act):
+    """Calls `act` each time that the line of this update is written down."""
+    write = MetricsWriter.write
+
+    def write_and_act(self, at, values):
+        write(self, at, values)
+        if at == step:
+            act()
+
+    monkeypatch.setattr(MetricsWriter, "write", write_and_act)
 
 
 def saved(run):

@@ -21,36 +21,19 @@ FOLDER = "gs://bucket/run/checkpoints"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def server():
-    server = object_store.install()
-    yield
-    server.shutdown()
-    server.server_close()
+def store():
+    with object_store.installed():
+        yield
 
 
 @pytest.fixture(autouse=True)
 def empty():
-    object_store.OBJECTS.clear()
-    object_store.BEFORE_CHANGE.clear()
+    object_store.empty()
 
 
 def names():
     """The folders beside each other in that of the checkpoints."""
     return sorted({name.split("/")[3] for name in object_store.OBJECTS})
-
-
-def moments(action):
-    """The store before each change that `action` makes, and after the last."""
-    seen = []
-    object_store.BEFORE_CHANGE.append(lambda name: seen.append(dict(object_store.OBJECTS)))
-    action()
-    object_store.BEFORE_CHANGE.clear()
-    return [*seen, dict(object_store.OBJECTS)]
-
-
-def stand_at(moment):
-    object_store.OBJECTS.clear()
-    object_store.OBJECTS.update(moment)
 
 
 def test_what_is_kept_there_is_what_would_be_kept_here(tmp_path, monkeypatch):
@@ -73,10 +56,10 @@ def test_what_is_kept_there_is_what_would_be_kept_here(tmp_path, monkeypatch):
 def test_a_save_cut_short_at_any_object_leaves_the_step_before_it(tmp_path):
     """C4: a kill before every third of the objects of step 10, and after the last; what it left is removed, loudly."""
     run = Run(FOLDER).save(5)
-    seen = moments(lambda: run.save(10))
+    seen = object_store.moments(lambda: run.save(10))
     assert len(seen) > 12
     for number, moment in [*[*enumerate(seen)][::3], (len(seen) - 1, seen[-1])]:
-        stand_at(moment)
+        object_store.stand_at(moment)
         there = any("/10/" in name for name in moment)
         whole = number == len(seen) - 1
         assert load_params(FOLDER, warn=lambda message: None).step == (10 if whole else 5)
@@ -89,8 +72,8 @@ def test_a_save_cut_short_at_any_object_leaves_the_step_before_it(tmp_path):
 @pytest.mark.slow
 def test_a_rotation_cut_short_at_any_object_leaves_no_step_that_looks_complete():
     run = Run(FOLDER, keep=1).save(5)
-    for moment in moments(lambda: run.save(10))[::3]:
-        stand_at(moment)
+    for moment in object_store.moments(lambda: run.save(10))[::3]:
+        object_store.stand_at(moment)
         for step in complete_steps(FOLDER):
             assert Run(FOLDER).restore(step).step == step
         assert load_params(FOLDER, warn=lambda message: None).step in (5, 10)

@@ -9,12 +9,11 @@ import object_store
 import pytest
 from etils import epath
 from several_processes import free_port, run_together, write_config
-from small_runs import metrics, programs_kept_in, run_config, saved
+from small_runs import act_after_writing, metrics, programs_kept_in, saved, straight_run
 
 from transformer_jax.cli.main import main
 from transformer_jax.errors import UserError
 from transformer_jax.training.loop import train
-from transformer_jax.training.metrics import MetricsWriter
 from transformer_jax.training.run_home import RunHome
 from transformer_jax.translation.translator import Translator
 
@@ -25,18 +24,14 @@ RUN = epath.Path(ADDRESS)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def server(tmp_path_factory):
-    server = object_store.install()
-    with programs_kept_in(tmp_path_factory.mktemp("programs")):
-        yield server
-    server.shutdown()
-    server.server_close()
+def store(tmp_path_factory):
+    with object_store.installed(), programs_kept_in(tmp_path_factory.mktemp("programs")):
+        yield
 
 
 @pytest.fixture(autouse=True)
 def empty():
-    object_store.OBJECTS.clear()
-    object_store.BEFORE_CHANGE.clear()
+    object_store.empty()
 
 
 @pytest.fixture
@@ -56,28 +51,22 @@ def new_machine(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
     """Six updates of a run in a local folder, and their configuration."""
-    folder = tmp_path_factory.mktemp("here")
-    config = run_config(folder / "text")
-    train(config, folder / "run")
-    return folder / "run", config
+    return straight_run(tmp_path_factory.mktemp("here"))
 
 
 @pytest.fixture(scope="module")
 def moments(here, tmp_path_factory):
     """What the store holds before each change that the same run makes at the address, and after the last."""
-    seen = []
-    object_store.OBJECTS.clear()
-    object_store.BEFORE_CHANGE[:] = [lambda name: seen.append(dict(object_store.OBJECTS))]
+    object_store.empty()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("moments")))
-        train(here[1], ADDRESS)
-    return [*seen, dict(object_store.OBJECTS)]
+        return object_store.moments(lambda: train(here[1], ADDRESS))
 
 
 @pytest.fixture
 def finished(moments, empty):
     """The address has the finished run."""
-    object_store.OBJECTS.update(moments[-1])
+    object_store.stand_at(moments[-1])
 
 
 def small_files():
@@ -85,21 +74,10 @@ def small_files():
     return sorted(name for name in names if not name.startswith(("checkpoints/", "averaged/", "events.")))
 
 
-def stop_at(step, patch, act):
-    write = MetricsWriter.write
-
-    def write_and_act(self, at, values):
-        write(self, at, values)
-        if at == step:
-            act()
-
-    patch.setattr(MetricsWriter, "write", write_and_act)
-
-
 def test_a_run_goes_on_on_another_machine(here, new_machine, monkeypatch, tmp_path):
     """C1: stopped by a signal, gone on with where nothing is known of it; the end is that of a run in a folder."""
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
-        stop_at(3, patch, lambda: signal.raise_signal(signal.SIGTERM))
+        act_after_writing(patch, 3, lambda: signal.raise_signal(signal.SIGTERM))
         train(here[1], ADDRESS)
     assert stop.value.code == 143 and list(saved(RUN)) == [2, 3]
     assert small_files() == ["config.json", "log.txt", "metrics.jsonl", "tokenizer.model"]
@@ -130,8 +108,7 @@ def test_a_run_goes_on_on_another_machine(here, new_machine, monkeypatch, tmp_pa
 def test_a_machine_lost_at_any_object_costs_what_came_after_the_checkpoint(moments, here, new_machine):
     """C4: two moments of the run, one of them amid its first checkpoint."""
     for moment in (moments[12], moments[-8]):
-        object_store.OBJECTS.clear()
-        object_store.OBJECTS.update(moment)
+        object_store.stand_at(moment)
         new_machine()
         train(here[1], ADDRESS)
         assert saved(RUN) == saved(here[0])
