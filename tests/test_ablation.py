@@ -6,7 +6,7 @@ import math
 import pathlib
 
 import pytest
-from small_runs import programs_kept_in, run_config
+from small_runs import act_after_writing, programs_kept_in, run_config
 
 from transformer_jax.ablation import runs as ablation_runs
 from transformer_jax.ablation.comparison import BLEU, NATS, difference, noise, verdict
@@ -21,7 +21,6 @@ from transformer_jax.config import Config
 from transformer_jax.config_loading import load_config
 from transformer_jax.data.parallel_text import TsvFile
 from transformer_jax.errors import UserError
-from transformer_jax.training.metrics import MetricsWriter
 
 ROOT = pathlib.Path(__file__).parent.parent
 TABLE_3 = str(ROOT / "configs" / "table3.py")
@@ -154,17 +153,16 @@ def test_scores_are_those_of_the_runs_themselves(straight):
 @pytest.mark.slow
 def test_a_killed_ablation_goes_on_and_ends_as_if_it_had_not_been(straight, in_folder, monkeypatch):
     """C1: in its second run, before the first checkpoint and again after it."""
-    write, settings = MetricsWriter.write, in_folder(seeds=1)
+    settings = in_folder(seeds=1)
 
     def killed_at(update):
-        def write_and_die(self, step, values):
-            write(self, step, values)
-            if step == update and (settings.workdir / "base" / "seed0" / "results.json").exists():
+        def die_in_the_second_run():
+            if (settings.workdir / "base" / "seed0" / "results.json").exists():
                 raise KilledError
 
         said = []
         with monkeypatch.context() as patch, pytest.raises(KilledError):
-            patch.setattr(MetricsWriter, "write", write_and_die)
+            act_after_writing(patch, update, die_in_the_second_run)
             train_all(plan(settings), said.append)
         assert {name: len(runs) for name, runs in numbers(settings.workdir).items()} == {"base": 1, "wide": 0}
         return sum(line.startswith("\nrun ") for line in said)

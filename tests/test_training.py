@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_models import QUICK
-from small_runs import metrics, pairs, programs_kept_in, run_config, saved, write_pairs
+from small_runs import metrics, pairs, programs_kept_in, run_config, saved, straight_run, write_pairs
 from tensorboardX.proto.event_pb2 import Event
 
 from transformer_jax.checkpointing.checkpoints import Checkpoints
@@ -37,11 +37,8 @@ def programs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A finished run of six updates, its configuration and what it printed."""
-    folder = tmp_path_factory.mktemp("run")
-    config = run_config(folder / "text")
-    train(config, folder / "run")
-    return folder / "run", config
+    """A finished run of six updates, and its configuration."""
+    return straight_run(tmp_path_factory.mktemp("run"))
 
 
 def events(run):
