@@ -13,7 +13,9 @@ from small_runs import act_after_writing, metrics, programs_kept_in, saved, stra
 
 from transformer_jax.cli.main import main
 from transformer_jax.errors import UserError
+from transformer_jax.training import presence
 from transformer_jax.training.loop import train
+from transformer_jax.training.presence import only_trainer
 from transformer_jax.training.run_home import RunHome
 from transformer_jax.translation.translator import Translator
 
@@ -25,7 +27,13 @@ RUN = epath.Path(ADDRESS)
 
 @pytest.fixture(scope="module", autouse=True)
 def store(tmp_path_factory):
-    with object_store.installed(), programs_kept_in(tmp_path_factory.mktemp("programs")):
+    with (
+        object_store.installed(),
+        programs_kept_in(tmp_path_factory.mktemp("programs")),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(presence, "WATCHED", 0.2)
+        patch.setattr(presence, "SETTLED", 0.0)
         yield
 
 
@@ -107,7 +115,7 @@ def test_a_run_goes_on_on_another_machine(here, new_machine, monkeypatch, tmp_pa
 
 def test_a_machine_lost_at_any_object_costs_what_came_after_the_checkpoint(moments, here, new_machine):
     """C4: two moments of the run, one of them amid its first checkpoint."""
-    for moment in (moments[12], moments[-8]):
+    for moment in (moments[13], moments[-9]):
         object_store.stand_at(moment)
         new_machine()
         train(here[1], ADDRESS)
@@ -132,6 +140,16 @@ def test_another_configuration_is_refused_and_changes_nothing(finished, here, ne
     other = dataclasses.replace(here[1], model=dataclasses.replace(here[1].model, d_ff=32))
     with pytest.raises(UserError, match=r"gs://bucket/run holds a run with model\.d_ff 16, and this command says 32"):
         train(other, ADDRESS)
+    assert before == object_store.OBJECTS
+
+
+def test_two_commands_do_not_train_one_run(finished, here, new_machine, monkeypatch):
+    """Started again elsewhere while the first, which says so, still trains; and what that leaves does not stay."""
+    before = dict(object_store.OBJECTS)
+    with monkeypatch.context() as patch:
+        patch.setattr(presence, "RENEWED", 0.02)
+        with only_trainer(RUN, print), pytest.raises(UserError, match="is training there; wait for its end"):
+            train(here[1], ADDRESS)
     assert before == object_store.OBJECTS
 
 

@@ -30,6 +30,7 @@ from transformer_jax.training.metrics import MetricsWriter
 from transformer_jax.training.opening import opening
 from transformer_jax.training.placing import PlacedBatch, placed_ahead
 from transformer_jax.training.preparation import Prepared, prepare, started_with
+from transformer_jax.training.presence import only_trainer
 from transformer_jax.training.profiling import Compilations, Profile, still_ahead
 from transformer_jax.training.reporting import Reporter
 from transformer_jax.training.run_home import RunHome
@@ -70,6 +71,9 @@ def train(config: Config, workdir: str | os.PathLike[str], *, profile: range | N
         Reporter() as report,
     ):
         report.console.quiet = not is_first()
+        if is_first() and home.is_remote:
+            with report.during("looking whether the run is trained elsewhere"):
+                after_the_log.enter_context(only_trainer(home.kept, report.say))
         with report.during("preparing text"), first_alone("preparing text"):
             prepared = prepare(config, workdir, report.say)
         require_alike(prepared.common)
