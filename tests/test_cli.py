@@ -171,7 +171,16 @@ def test_help_of_train_shows_every_field_with_its_docstring(capsys):
     assert "--train.label-smoothing FLOAT" in out and "eps_ls (section 5.4)" in out
 
 
-@pytest.mark.parametrize("argv", [["train", "--config", DEMO], ["describe", "--devices", "8", DEMO, "--json"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["train", "--config", DEMO],
+        ["train", f"--config={DEMO}", "--bogus", "3", "--workdir"],
+        ["train", "--config", DEMO, "--model.d-model"],
+        ["describe", "--devices", "8", DEMO, "--json"],
+        ["describe", DEMO, "surplus"],
+    ],
+)
 def test_help_beside_a_configuration_shows_what_that_has(argv, capsys):
     with pytest.raises(SystemExit) as stop:
         main([*argv, "--help"])

@@ -17,6 +17,14 @@ from transformer_jax.training.presence import NAME, Word, only_trainer
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
+    """Short times, and writes that are whole or not at all, as an object store's are."""
+
+    def write(self, text):
+        unfinished = self._path.with_name(f"{threading.get_ident()}")
+        unfinished.write_text(text)
+        unfinished.replace(self._path)
+
+    monkeypatch.setattr(Word, "_write", write)
     for name, seconds in {"RENEWED": 0.05, "WATCHED": 0.5, "SETTLED": 0.1}.items():
         monkeypatch.setattr(presence, name, seconds)
 
@@ -54,7 +62,11 @@ def test_what_a_killed_command_left_is_taken_over(run):
     assert len(said) == 1
 
 
-def test_of_two_that_begin_together_one_trains(run):
+def test_of_two_that_begin_together_one_trains(run, monkeypatch):
+    monkeypatch.setattr(presence, "RENEWED", 5.0)  # or the other's thread would end this process before it is refused
+    monkeypatch.setattr(presence, "SETTLED", 1.0)
+    both_have_looked, look = threading.Barrier(2), Word.require_alone
+    monkeypatch.setattr(Word, "require_alone", lambda self, say: (look(self, say), both_have_looked.wait()))
     entered, refused = [], []
 
     def begin(name):
@@ -102,14 +114,58 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     at = epath.Path(tmp_path) / "file"
     with (
-        pytest.raises(UserError, match=r"file: cannot be written .*name another --workdir"),
+        pytest.raises(UserError, match=r"cannot be read or written there .*name another --workdir"),
         only_trainer(at, print),
     ):
         pass
 
 
-def test_something_else_in_the_place_of_the_word_is_an_error_in_a_sentence(run):
+@pytest.mark.parametrize("left", ["", "not json", "{}", "[]", "3", "null", '{"host": 1}', "\ud800"])
+def test_what_is_no_word_is_taken_over_as_a_killed_commands(run, left):
     run.mkdir()
-    (run / NAME).write_text("not json")
-    with pytest.raises(UserError, match="cannot be written"), only_trainer(run, print):
+    (run / NAME).write_bytes(left.encode(errors="surrogatepass"))
+    said = []
+    with only_trainer(run, said.append):
+        assert json.loads((run / NAME).read_text())["count"] >= 1
+    assert len(said) == 1 and "an unknown command" in said[0]
+    assert not (run / NAME).exists()
+
+
+def test_a_signal_while_the_word_settles_takes_it_away(run, monkeypatch):
+    def interrupted(seconds):
+        assert (run / NAME).exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(presence.time, "sleep", interrupted)
+    with pytest.raises(KeyboardInterrupt), only_trainer(run, print):
         pass
+    assert not (run / NAME).exists()
+
+
+class StoreError(Exception):
+    """As gcsfs has them: no OSError."""
+
+
+def test_a_store_that_fails_at_the_end_or_meanwhile_spoils_nothing(run, monkeypatch):
+    with only_trainer(run, print):
+        monkeypatch.setattr(Word, "_found", lambda self: (_ for _ in ()).throw(StoreError("503")))
+        time.sleep(4 * presence.RENEWED)
+    monkeypatch.undo()
+    assert (run / NAME).exists()
+
+
+def test_a_store_that_fails_at_the_beginning_is_an_error_in_a_sentence(run, monkeypatch):
+    monkeypatch.setattr(Word, "renew", lambda self: (_ for _ in ()).throw(StoreError("503")))
+    message = r"training.json cannot be read or written there \(503\)"
+    with pytest.raises(UserError, match=message), only_trainer(run, print):
+        pass
+
+
+def test_a_store_that_hangs_does_not_keep_a_command_from_its_end(run, monkeypatch):
+    monkeypatch.setattr(presence, "_GOODBYE", 0.2)
+    answered = threading.Event()
+    with only_trainer(run, print):
+        monkeypatch.setattr(Word, "taken", lambda self: answered.wait())
+        began = time.monotonic()
+    assert time.monotonic() - began < 10
+    answered.set()

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import pathlib
 import signal
+import sys
+import types
 
 import object_store
 import pytest
@@ -133,6 +135,28 @@ def test_metrics_are_there_before_the_checkpoint_that_follows_them(here, new_mac
     ):
         train(here[1], ADDRESS)
     assert saved(RUN) == {}
+
+
+def test_an_error_of_gcsfs_own_is_one_in_a_sentence(finished, new_machine, monkeypatch):
+    """Which is no OSError: 429, 503 and the like, when it has tried often enough."""
+    own = types.ModuleType("gcsfs.retry")
+    own.HttpError = type("HttpError", (Exception,), {})
+    for name in ("gcsfs", "gcsfs.retry"):
+        monkeypatch.setitem(sys.modules, name, own)
+
+    def fail(name):
+        raise own.HttpError("Backend Error, 503")
+
+    home = RunHome.at(ADDRESS)
+    home.fetch()
+    (home.local / "log.txt").write_text("more")
+    object_store.BEFORE_CHANGE.append(fail)
+    with pytest.raises(UserError, match=r"log.txt cannot be copied there \(Backend Error, 503\)"):
+        home.keep()
+    monkeypatch.setattr(object_store, "get", fail)
+    for read in (home.fetch, lambda: Translator.load(ADDRESS)):
+        with pytest.raises(UserError, match=r"Backend Error, 503"):
+            read()
 
 
 def test_another_configuration_is_refused_and_changes_nothing(finished, here, new_machine):

@@ -64,6 +64,15 @@ def _look_each_time() -> None:
         conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
 
 
+def storage_errors() -> tuple[type[Exception], ...]:
+    """What reading and writing there raise when they fail: OSError, and for gs:// what gcsfs has beside it."""
+    with contextlib.suppress(ImportError):
+        from gcsfs.retry import HttpError
+
+        return OSError, HttpError
+    return (OSError,)
+
+
 def is_remote(folder: epath.Path) -> bool:
     """Whether it is on an object store."""
     return str(folder).startswith("gs://")
@@ -73,7 +82,7 @@ def numbered_steps(folder: epath.Path) -> list[int]:
     """Every folder that is named as a step, whatever it holds, in the order of the numbers."""
     try:
         return sorted(int(path.name) for path in _entries(folder) if _STEP.fullmatch(path.name) and path.is_dir())
-    except OSError as error:
+    except storage_errors() as error:
         raise UserError(f"cannot read the checkpoints in {folder}: {error}; name the folder of a run") from error
 
 
@@ -138,7 +147,7 @@ def read_record(folder: AnyPath) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError) as error:
         empty = place.is_dir() and not any(place.iterdir())
         raise DamagedError("it is an empty folder" if empty else "it has no record/record.json") from error
-    except OSError as error:
+    except storage_errors() as error:
         raise UserError(f"cannot read {path}: {error}; make it readable") from error
     except (ValueError, RecursionError) as error:
         raise DamagedError("record/record.json is not as it was written") from error
@@ -175,6 +184,8 @@ def require_whole(folder: epath.Path, record: Mapping[str, Any], under: str = ""
                 found = _size(folder / name)
             except OSError as error:
                 raise DamagedError(f"its file {name} is missing") from error
+            except storage_errors() as error:
+                raise UserError(f"cannot read {folder / name}: {error}; try again") from error
             if found != size:
                 raise DamagedError(f"its file {name} has {found} bytes, where {size} were written")
 

@@ -39,6 +39,7 @@ from transformer_jax.checkpointing.checkpoint_files import (
     remove_step,
     remove_unfinished,
     staging,
+    storage_errors,
 )
 from transformer_jax.checkpointing.loading import Restored, load_params, read_extra
 from transformer_jax.checkpointing.named_arrays import (
@@ -99,7 +100,7 @@ class Checkpoints:
             if _is_primary():
                 put_back(self._folder)
             cut_short = leftovers(self._folder)
-        except OSError as error:
+        except storage_errors() as error:
             raise UserError(f"cannot use {self._folder} for checkpoints: {error}; choose another folder") from error
         for leftover in cut_short if _is_primary() else []:
             remove(leftover)

@@ -56,10 +56,7 @@ def _with_named_config(options: type, argv: Sequence[str]) -> type:
     """`options` with the configuration that `argv` names as the default of `settings`; other mistakes do not matter."""
     if "settings" not in get_type_hints(options):
         return options
-    try:
-        named = _given_values(options, argv, "", []).get("config")
-    except UserError:
-        named = None
+    named = _named_config(options, argv)
     if named is None:
         return options
     config = load_config(named)
@@ -67,6 +64,18 @@ def _with_named_config(options: type, argv: Sequence[str]) -> type:
     return dataclasses.make_dataclass(
         options.__name__, [settings], bases=(options,), namespace={"__doc__": options.__doc__}, frozen=True
     )
+
+
+def _named_config(options: type, argv: Sequence[str]) -> str | None:
+    """The word that is the configuration, whatever the others are."""
+    kinds = {_spelled(name): kind for name, kind in field_types(options).items()}
+    named = None
+    for before, word in zip(["", *argv], argv, strict=False):
+        if word.startswith("--config=") or (before == "--config" and not word.startswith("--")):
+            named = word.removeprefix("--config=")
+        elif "config" in _positional(options) and named is None and not word.startswith("-"):
+            named = word if kinds.get(before, bool) is bool else None
+    return named
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -86,7 +95,10 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         elif equals:
             overrides.append(word)
         else:
-            overrides += [word, *itertools.islice(words, 1)]
+            overrides.append(word)
+            for following in itertools.islice(words, 1):
+                # Help is asked for, and no value.
+                (rest if following in _HELP else overrides).append(following)
     return rest, overrides
 
 

@@ -20,6 +20,7 @@ from transformer_jax.checkpointing.checkpoint_files import (
     is_remote,
     read_record,
     remove,
+    storage_errors,
 )
 from transformer_jax.checkpointing.checkpoints import Checkpoints, read_extra
 from transformer_jax.checkpointing.named_arrays import Entry, nest
@@ -77,9 +78,10 @@ def average_run(
                         final.rename(old)
                     unfinished.rename(final)
                     remove(old)
-    except OSError as error:
+    except storage_errors() as error:
+        what = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise UserError(
-            f"{error.filename or final}: {error.strerror or error}; the mean of checkpoints was not written"
+            f"{getattr(error, 'filename', None) or final}: {what}; the mean of checkpoints was not written"
         ) from error
     return final, steps
 

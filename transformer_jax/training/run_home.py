@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from etils import epath
 
-from transformer_jax.checkpointing.checkpoint_files import AnyPath, as_folder, is_remote
+from transformer_jax.checkpointing.checkpoint_files import AnyPath, as_folder, is_remote, storage_errors
 from transformer_jax.errors import UserError
 from transformer_jax.parallel.compilation_cache import cache_folder
 
@@ -86,7 +86,7 @@ class RunHome:
                     arriving.write_bytes((self.kept / name).read_bytes())
                     arriving.replace(self.local / name)
                     self._copied[name] = _stamp(self.local / name)
-        except OSError as error:
+        except storage_errors() as error:
             raise UserError(
                 f"{self.kept}: cannot be brought to {self.local} ({error}); see that both can be used"
             ) from error
@@ -118,7 +118,7 @@ class RunHome:
                 if self._copied.get(name) != stamp:
                     (self.kept / name).write_bytes(path.read_bytes())
                     self._copied[name] = stamp
-            except OSError as error:
+            except storage_errors() as error:
                 raise UserError(
                     f"{self.kept}: {path} cannot be copied there ({error}); see that it can be written"
                 ) from error

@@ -10,7 +10,13 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from transformer_jax.checkpointing.checkpoint_files import as_folder, best_step, complete_steps, is_remote
+from transformer_jax.checkpointing.checkpoint_files import (
+    as_folder,
+    best_step,
+    complete_steps,
+    is_remote,
+    storage_errors,
+)
 from transformer_jax.checkpointing.checkpoints import load_params, read_extra
 from transformer_jax.config import Config, ModelConfig
 from transformer_jax.config_loading import load_config
@@ -81,7 +87,7 @@ def run_config(run: str | os.PathLike[str]) -> Config:
         return load_config(os.fspath(epath.Path(run) / "config.json"))
     try:
         return Config.from_json(path.read_text(), str(path))
-    except OSError as error:
+    except storage_errors() as error:
         raise UserError(f"{path} cannot be read ({error}); check the address") from error
 
 
@@ -91,7 +97,7 @@ def _tokenizer(run: epath.Path) -> Tokenizer:
         return Tokenizer.load(path)
     try:
         return Tokenizer(path.read_bytes(), str(path))
-    except OSError as error:
+    except storage_errors() as error:
         raise UserError(f"{path} cannot be read ({error}); check the address") from error
 
 
