@@ -59,12 +59,17 @@ class UpperCase:
     def translate(self, lines, **options):
         return list(self.translate_stream(lines, **options))
 
-    def translate_stream(self, lines, n_best=1, **options):
+    def translate_stream(self, lines, n_best=1, on_progress=lambda done: None, **options):
         UpperCase.called_with = {"n_best": n_best, **options}
-        return (
-            [Translation(line.upper() + "!" * rank, -1.5 - rank, ["a"], [-1.5], True) for rank in range(n_best)]
-            for line in lines
-        )
+
+        def translated():
+            for done, line in enumerate(lines, start=1):
+                yield [
+                    Translation(line.upper() + "!" * rank, -1.5 - rank, ["a"], [-1.5], True) for rank in range(n_best)
+                ]
+                on_progress(done)
+
+        return translated()
 
     def score(self, sources, targets):
         return [Score(-float(len(target)), tuple((piece, -1.0) for piece in target)) for target in targets]
@@ -297,6 +302,20 @@ def test_columns_of_scores_and_n_best_lists(capfdbinary, monkeypatch):
     give_stdin(monkeypatch, b"a\nb\n")
     assert main(["translate", "run", "--n-best", "2", "--scores"]) == 0
     assert capfdbinary.readouterr().out == b"1\t-1.5000\tA\n1\t-2.5000\tA!\n2\t-1.5000\tB\n2\t-2.5000\tB!\n"
+
+
+def test_progress_is_said_now_and_then(capfdbinary, monkeypatch):
+    monkeypatch.setattr("transformer_jax.cli.progress._QUIET", 0.0)
+    give_stdin(monkeypatch, b"a\nb\n")
+    assert main(["translate", "run"]) == 0
+    out, err = capfdbinary.readouterr()
+    assert out == b"A\nB\n" and b"translated 2 lines" in err
+
+
+@pytest.mark.parametrize("name", ["two.tsv", "two.tsv.gz"])
+def test_columns_are_no_sentences(name, capsys):
+    assert main(["translate", "run", "--input", name]) == 2
+    assert f"--input {name} has columns, where one sentence a line is wanted" in capsys.readouterr().err
 
 
 def test_json_of_translations(capfdbinary, monkeypatch):

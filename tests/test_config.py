@@ -178,6 +178,11 @@ def test_overrides_in_every_spelling(overrides):
     assert config.mesh == MeshConfig(data=-1)
 
 
+def test_overrides_are_a_list():
+    with pytest.raises(UserError, match="overrides are of the type str; give a list"):
+        override(Config(), "model.num_heads=16")
+
+
 def test_overrides_that_only_fit_together_are_applied_together():
     config = load_config(str(CONFIGS / "base.py"), ["search.n_best=8", "search.beam_size=8"])
     assert config.search == SearchConfig(beam_size=8, n_best=8)

@@ -178,6 +178,7 @@ def test_metrics_after_the_checkpoint_are_dropped_and_a_cut_line_too(stopped, st
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "loss": 99.0}\n{"step": 5, "lo')
     train(config, folder)
+    assert "what came after it, up to update 4 or later, is made again" in (folder / "log.txt").read_text()
     assert metrics(folder) == metrics(straight[0])
     lines = (folder / "metrics.jsonl").read_text().removesuffix("\n").split("\n")
     steps = [line["step"] for line in map(json.loads, lines) if "loss" in line]

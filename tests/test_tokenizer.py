@@ -240,7 +240,7 @@ def test_bytes_that_spell_line_ends_are_spaces_in_the_output(tokenizer):
 
 
 def test_half_a_surrogate_pair_is_refused(tokenizer):
-    with pytest.raises(UserError, match="sentence 2: holds half a surrogate pair"):
+    with pytest.raises(UserError, match="line 2: holds half a surrogate pair"):
         tokenizer.encode(["fine", "not \ud800 fine"])
 
 

@@ -23,7 +23,7 @@ from transformer_jax.ops.masks import BOS, EOS, PAD
 from transformer_jax.search.beam import SearchResult
 from transformer_jax.translation import translator as translator_module
 from transformer_jax.translation.batching import MOST_ROWS, amount_of, plan
-from transformer_jax.translation.translator import Translator
+from transformer_jax.translation.translator import Translator, _listed
 
 MODEL = ModelConfig(encoder_layers=1, decoder_layers=1, d_model=16, d_ff=16, num_heads=2, dropout=0.0)
 SEARCH = SearchConfig(beam_size=4, max_extra_length=2, batch_tokens=512, max_source_length=64)
@@ -165,6 +165,12 @@ def test_a_line_that_is_no_string_is_refused_by_number(translator):
         translator(iter(["a", None]))  # of an iterator the tests' checks of types see nothing
     with pytest.raises(UserError, match="line 1 is of the type bytes"):
         translator.score(iter([b"a"]), ["a"])
+
+
+@pytest.mark.parametrize("lines", [b"a", None, 5])
+def test_what_is_no_text_is_refused_by_its_type(lines):
+    with pytest.raises(UserError, match=f"lines are of the type {type(lines).__name__}, but must be a string"):
+        list(_listed(lines))
 
 
 def test_plans_have_one_number_of_rows_a_width_and_no_batch_over_its_budget():

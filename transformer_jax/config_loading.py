@@ -67,6 +67,8 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
     Raises:
         UserError: names the field, and the nearest name or the type wanted.
     """
+    if isinstance(overrides, str | Mapping):
+        raise UserError(f"overrides are of the type {type(overrides).__name__}; give a list: ['model.num_heads=16']")
     kinds = field_types(Config)
     changes = {}
     for spelled, text in _pairs(overrides):

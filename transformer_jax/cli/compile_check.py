@@ -3,6 +3,7 @@ compiled for TPUs that this machine does not have, and what they would need ther
 
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -50,6 +51,8 @@ def run(argv: Sequence[str]) -> None:
     devices = devices_of(where)
     for name, check in (("train", check_train_step), ("translate", check_translate)):
         if options.program in ("both", name):
+            # On a terminal or in a log; what is asked for goes to standard output.
+            print(f"compiling {name} for {options.topology}: one to some minutes", file=sys.stderr, flush=True)
             report = check(config, where, devices)
             write_lines(None, [json.dumps(dataclasses.asdict(report)) if options.json else page(report)])
 

@@ -20,12 +20,17 @@ def counting(console: Console, what: str, total: int) -> Iterator[Callable[[int]
             task = bar.add_task("", total=total)
             yield lambda done: bar.update(task, completed=done)
         return
+    yield counting_up(console, what, f"/{total:,}")
+
+
+def counting_up(console: Console, what: str, of: str) -> Callable[[int], None]:
+    """Called with the number that is done so far, it says it now and then: `translated 2,048 lines`."""
     last = time.monotonic()
 
     def line(done: int) -> None:
         nonlocal last
         if time.monotonic() - last > _QUIET:
             last = time.monotonic()
-            console.print(f"{what} {done:,}/{total:,}", markup=False)
+            console.print(f"{what} {done:,}{of}", markup=False)
 
-    yield line
+    return line

@@ -7,8 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
 from transformer_jax.cli.options import Run, given, parse_options
+from transformer_jax.cli.progress import counting_up
 from transformer_jax.cli.text import check_output, read_input, write_lines
+from transformer_jax.errors import UserError
 
 if TYPE_CHECKING:
     from transformer_jax.translation.results import Translation
@@ -46,6 +50,10 @@ class Options:
 def run(argv: Sequence[str]) -> None:
     """Parse the options, read, translate and write."""
     options = parse_options(Options, argv, "translate")
+    if options.input is not None and options.input.removesuffix(".gz").endswith(".tsv"):
+        raise UserError(
+            f"--input {options.input} has columns, where one sentence a line is wanted: give the source alone"
+        )
     lines = read_input(options.input)
     check_output(options.output, options.input)
     from transformer_jax.parallel.mesh import all_devices
@@ -55,7 +63,8 @@ def run(argv: Sequence[str]) -> None:
     lines, sources = itertools.tee(lines)
     search = given(options, "beam_size", "length_penalty", "n_best", "batch_tokens")
     translator = Translator.load(options.run, mesh=all_devices())
-    found = zip(sources, translator.translate_stream(lines, **search), strict=True)
+    on_progress = counting_up(Console(stderr=True, highlight=False, soft_wrap=True), "translated", " lines")
+    found = zip(sources, translator.translate_stream(lines, **search, on_progress=on_progress), strict=True)
     write_lines(options.output, _json(found) if options.json else _text(found, options))
 
 

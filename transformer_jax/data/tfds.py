@@ -5,6 +5,7 @@ import hashlib
 import html
 import importlib.util
 import itertools
+import logging
 import os
 import pathlib
 import re
@@ -169,6 +170,8 @@ def _prepare(name: str, builder: Any) -> None:
     _let_archives_open_without_tensorflow()
     downloads = pathlib.Path(builder.data_dir_root) / "downloads"
     begin = time.time()
+    # It warns of each of its many tries; what they came to is said below.
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
     try:
         builder.download_and_prepare(
             file_format="array_record", download_config=tfds.download.DownloadConfig(try_download_gcs=False)

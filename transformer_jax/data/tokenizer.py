@@ -282,4 +282,4 @@ def _prepared(line: str) -> str:
 def _refuse_surrogates(lines: Sequence[str]) -> None:
     for number, line in enumerate(lines, start=1):
         if any("\ud800" <= char <= "\udfff" for char in line):
-            raise UserError(f"sentence {number}: holds half a surrogate pair, which is no text; decode it as UTF-8")
+            raise UserError(f"line {number}: holds half a surrogate pair, which is no text; decode it as UTF-8")

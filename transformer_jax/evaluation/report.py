@@ -49,9 +49,10 @@ class Evaluation:
             return []
         counts = ("piece", "pieces"), ("word", "words"), ("character", "characters")
         return [
-            f"  {f'perplexity per {one}':24}  {value:8.3f}  {on}; references, {getattr(self.perplexity, many):,} {many}"
+            f"  {f'perplexity per {one}':24}  {value:8,.3f}  {on}; references, {amount:,} {many}"
             for one, many in counts
             if (value := getattr(self.perplexity, f"per_{one}")) is not None
+            for amount in (getattr(self.perplexity, many),)
         ]
 
     def _notes(self) -> list[str]:

@@ -20,6 +20,7 @@ from transformer_jax.training.evaluating import score_pairs
 from transformer_jax.training.metrics import draw_curve
 from transformer_jax.training.preparation import Prepared, write_whole
 from transformer_jax.training.reporting import Reporter
+from transformer_jax.translation.run_folder import named_steps
 from transformer_jax.translation.translator import Translator
 
 _SHOWN = 5  # translations printed beside their references
@@ -84,7 +85,7 @@ def _score(prepared: Prepared, mesh: Mesh, report: Reporter) -> tuple[list[str],
     split, text = ("dev", splits.dev) if splits.test is None else ("test", splits.test)
     pairs = list(text)
     named = text.name if split == "test" else f"{text.name}, dev (no test text was given)"
-    report.say(f"scoring    {len(pairs):,} sentences of {named}, mean of checkpoints {', '.join(map(str, steps))}")
+    report.say(f"scoring    {len(pairs):,} sentences of {named}, {named_steps(steps)}")
     with report.counting("scoring", len(pairs)) as on_progress:
         hypotheses, scores = score_pairs(translator, pairs, config.data.target_language, on_progress)
     page = [""]

@@ -149,6 +149,8 @@ class _Run:
         if self.step >= self.config.train.steps and not self.unvalidated:
             return
         writer = MetricsWriter(self.home.local, self.step) if is_first() else None
+        if writer is not None and writer.dropped is not None:
+            self.report.say(f"           what came after it, up to update {writer.dropped:,} or later, is made again")
         self.report.say(f"training   to update {self.config.train.steps:,}; compiling the first")
         self.report.start(self.step, self.config.train.steps)
         planned = batches_from(self.prepared.plan, self.epoch, self.index)
@@ -247,7 +249,8 @@ class _Run:
             clock.restart()
 
     def _say_compiled(self, step: int, shape: Shape, seconds: float) -> None:
-        named = f"{shape.rows} x ({shape.source_width} + {shape.target_width})"
+        filled = shape.filled_up(self.row_multiple)
+        named = f"{filled.rows} x ({filled.source_width} + {filled.target_width})"
         if shape in self.compiled:
             self.report.warn(
                 f"update {step:,}: the train step was compiled again for batches of {named}, which it had a program for"

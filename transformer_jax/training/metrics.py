@@ -17,8 +17,10 @@ class MetricsWriter:
 
     def __init__(self, workdir: pathlib.Path, step: int) -> None:
         self._path = workdir / "metrics.jsonl"
-        kept = [line for line in read_metrics(self._path) if line["step"] <= step]
-        write_whole(self._path, "".join(map(_as_line, kept)))
+        lines = read_metrics(self._path)
+        self.dropped = max((line["step"] for line in lines if line["step"] > step), default=None)
+        """The last update of which a line was dropped."""
+        write_whole(self._path, "".join(_as_line(line) for line in lines if line["step"] <= step))
         self._file = self._path.open("a", encoding="utf-8")
         self._events: Any = None
         self._waiting: list[tuple[int, dict[str, float]]] = []

@@ -14,7 +14,8 @@ def opening(prepared: Prepared, params: Params, mesh: Mesh, row_multiple: int) -
     """Lines for people; rows are filled up to a multiple of `row_multiple`."""
     splits, plan, dev_plan, outlook = prepared.splits, prepared.plan, prepared.dev_plan, prepared.plan.outlook
     parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
-    yield f"model      {parameters:,} parameters on {mesh.size} {jax.devices()[0].device_kind} device(s)"
+    amount = f"{mesh.size}" if mesh.size == jax.device_count() else f"{mesh.size} of {jax.device_count()}"
+    yield f"model      {parameters:,} parameters on {amount} {jax.devices()[0].device_kind} device(s)"
     for name, reason in kept_whole(params, mesh, over_data=prepared.config.mesh.shard_weight_update).items():
         yield f"           {name}: {reason}"
     yield (

@@ -166,7 +166,7 @@ class Reporter:
         self._closed.set()
         self._watch.join()
         self.stop()
-        if error is not None:
+        if error is not None and not isinstance(error, SystemExit):  # of which a line has said why
             self._write(f"stopped by {kind and kind.__name__}: {error}")
         with contextlib.suppress(OSError):
             self._log.close()
@@ -174,4 +174,5 @@ class Reporter:
     def _write(self, message: str) -> None:
         # A full disk ends a run where a checkpoint or a line of metrics is lost, not for a line of the log.
         with contextlib.suppress(OSError), self._writing:
-            self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
+            for line in filter(None, message.split("\n")):
+                self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -139,8 +139,14 @@ def _choose(folder: epath.Path, step: Step, *, averaged: bool = True) -> tuple[e
     return checkpoints, "best" if step is None and best_step(checkpoints) is not None else step
 
 
+def named_steps(steps: Sequence[int]) -> str:
+    """`mean of checkpoints 3, 6`, or `checkpoint 6` where there is one alone."""
+    listed = ", ".join(map(str, steps))
+    return f"checkpoint {listed}" if len(steps) == 1 else f"mean of checkpoints {listed}"
+
+
 def _note(step: int, extra: dict[str, Any], score: float | None) -> str:
     averaged = extra.get("averaged_steps")
     if averaged:
-        return f"mean of checkpoints {', '.join(map(str, averaged))}"
+        return named_steps(averaged)
     return f"checkpoint {step}" + (f", dev BLEU {score:.2f}" if score is not None else "")

@@ -297,8 +297,10 @@ class Translator:
         return encoded
 
 
-def _listed(lines: Iterable[str]) -> Iterator[str]:
+def _listed(lines: Any) -> Iterator[str]:
     """The lines, as they are asked for; a string is one."""
+    if isinstance(lines, bytes) or not isinstance(lines, Iterable):
+        raise UserError(f"lines are of the type {type(lines).__name__}, but must be a string, or strings")
     # It is an iterable of strings, too: of its characters.
     for number, line in enumerate([lines] if isinstance(lines, str) else lines, start=1):
         if not isinstance(line, str):
