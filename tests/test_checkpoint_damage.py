@@ -4,13 +4,30 @@ import itertools
 import os
 import random
 import shutil
+import sys
+import types
 
 import jax.numpy as jnp
 import pytest
 from small_checkpoints import Run, assert_same, data_files, flip, flip_value, make_tiny_state
 
+from transformer_jax.checkpointing.array_files import one_error_only
 from transformer_jax.checkpointing.checkpoints import load_params
 from transformer_jax.errors import UserError
+
+
+def test_a_reader_that_outlives_a_failed_read_says_nothing(monkeypatch):
+    """It meets a closed loop, in a thread of its own and whenever it gets there; other errors are told of as ever."""
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: told.append(str(unraisable.exc_value)))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="damaged"), one_error_only():
+            raise ValueError("damaged")
+        with one_error_only():
+            pass
+        for message in ("Event loop is closed", "another"):
+            sys.unraisablehook(types.SimpleNamespace(exc_value=RuntimeError(message)))
+    assert told == ["another", "another"]
 
 
 def test_a_flipped_bit_in_any_file_is_noticed_or_harmless(tmp_path):

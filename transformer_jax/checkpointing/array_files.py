@@ -36,7 +36,8 @@ def one_error_only() -> Iterator[None]:
     """A context in which a write or a read that fails says nothing but the error that it raises.
 
     orbax logs the traceback of each of its writers when one fails, and those still at work then meet a closed event
-    loop, which Python prints, or end with an error that nobody asks for: 800 lines for a small model.
+    loop, which Python prints, or end with an error that nobody asks for: 800 lines for a small model. The last of them
+    may do so long after the context, so that after an error closed loops stay unprinted.
     """
     loggers, print_unraisable = (logging.getLogger("absl"), logging.getLogger("asyncio")), sys.unraisablehook
 
@@ -49,16 +50,17 @@ def one_error_only() -> Iterator[None]:
 
     for logger in loggers:
         logger.addFilter(is_told)
-    sys.unraisablehook = print_others
+    if getattr(print_unraisable, "__name__", "") != print_others.__name__:  # which an error before has left
+        sys.unraisablehook = print_others
     try:
         yield
+        sys.unraisablehook = print_unraisable
     except Exception:
         gc.collect()  # those errors are told of when they are collected
         raise
     finally:
         for logger in loggers:
             logger.removeFilter(is_told)
-        sys.unraisablehook = print_unraisable
 
 
 def stored_arrays(

@@ -1,10 +1,12 @@
 """`transformer-jax compile-check CONFIG --topology v5e:2x4 [--SECTION.FIELD VALUE ...]`: a configuration's programs
 compiled for TPUs that this machine does not have, and what they would need there."""
 
+import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -51,10 +53,21 @@ def run(argv: Sequence[str]) -> None:
     devices = devices_of(where)
     for name, check in (("train", check_train_step), ("translate", check_translate)):
         if options.program in ("both", name):
-            # On a terminal or in a log; what is asked for goes to standard output.
-            print(f"compiling {name} for {options.topology}: one to some minutes", file=sys.stderr, flush=True)
-            report = check(config, where, devices)
+            with _said_after(5.0, f"compiling {name} for {options.topology}, which takes one to some minutes"):
+                report = check(config, where, devices)
             write_lines(None, [json.dumps(dataclasses.asdict(report)) if options.json else page(report)])
+
+
+@contextlib.contextmanager
+def _said_after(seconds: float, line: str) -> Iterator[None]:
+    """A context that says a line on standard error if it lasts for longer."""
+    timer = threading.Timer(seconds, lambda: print(line, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def page(report: "Report") -> str:
