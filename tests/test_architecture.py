@@ -13,7 +13,7 @@ PACKAGE = pathlib.Path(transformer_jax.config.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Files beside the folders: the ground floor, which knows the standard library only.
-CONFIG = {"errors", "config", "config_checks", "config_fields", "config_loading", "presets"}
+CONFIG = {"errors", "config", "config_checks", "config_fields", "config_loading", "presets", "heap"}
 
 # Part -> the parts that it may import, besides itself.
 BASE = {"config", "ops"}

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from transformer_jax.config_fields import nearest
 from transformer_jax.errors import Interrupted, UserError
+from transformer_jax.heap import keep_freed_blocks
 
 # The modules are imported only when their command runs: JAX takes a second that `--help` need not wait for.
 COMMANDS = {
@@ -71,8 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_and_exit(argv: Sequence[str] | None = None) -> NoReturn:
     """`main` as a program: a signal ends it at once, where Python would wait for the threads of a library that goes on
-    with a download.
+    with a download. And memory is kept, as suits a program and is not a library's to decide.
     """
+    keep_freed_blocks()
     code = main(argv)
     if code in (_INTERRUPTED, _TERMINATED):
         with contextlib.suppress(OSError, ValueError):

@@ -1,10 +1,8 @@
 """Averages of checkpoints (section 6.1)."""
 
 import contextlib
-import ctypes
 import json
 import pathlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +24,7 @@ from transformer_jax.checkpointing.checkpoints import Checkpoints, read_extra
 from transformer_jax.checkpointing.named_arrays import Entry, nest
 from transformer_jax.data.workplace import alone_in
 from transformer_jax.errors import UserError
+from transformer_jax.heap import freed_blocks_given_back
 from transformer_jax.parallel.processes import first_alone, is_first
 from transformer_jax.translation.translator import warn_on_stderr
 
@@ -146,7 +145,7 @@ def average_checkpoints(folder: AnyPath, steps: list[int], warn: Warn) -> tuple[
     averaged = list(steps)
     while averaged:
         try:
-            with _freed_blocks_given_back():
+            with freed_blocks_given_back():
                 return _mean(root, averaged), averaged
         except _LeftOut as damage:
             # What was read of it is in the sum by now: the sum begins again without it.
@@ -182,27 +181,6 @@ def _mean(folder: epath.Path, steps: list[int]) -> dict[str, Any]:
             means[name].flags.writeable = False  # which spares a copy of all when they are saved
     params: dict[str, Any] = nest(means)["params"]
     return params
-
-
-@contextlib.contextmanager
-def _freed_blocks_given_back() -> Iterator[None]:
-    """A context in which the C library gives blocks of 1 MiB and more back to the system as they are freed.
-
-    glibc takes each block of up to 32 MiB that is freed for a sign to keep such blocks, and after 20 checkpoints of the
-    base model it keeps 1.5 times the parameters. These limits cannot be read: on leaving they are those that its own
-    rule ends at, as training, which asks for the same blocks in each update, is faster with blocks that are kept.
-    """
-    set_limit = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if set_limit is None:
-        yield
-        return
-    trim_threshold, mmap_threshold = -1, -3  # of malloc.h
-    set_limit(mmap_threshold, 2**20)
-    try:
-        yield
-    finally:
-        set_limit(mmap_threshold, 32 * 2**20)
-        set_limit(trim_threshold, 64 * 2**20)
 
 
 def _all_stored(folder: epath.Path, steps: list[int]) -> dict[int, dict[str, Entry]]:
