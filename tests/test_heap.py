@@ -87,11 +87,15 @@ print(pages_touched())
     assert again < 500
 
 
-def test_the_program_keeps_them_and_the_function_leaves_the_process_alone(monkeypatch, capsys):
+@pytest.mark.parametrize(("command", "keeps"), [("train", True), ("ablate", True), ("translate", False)])
+def test_a_program_that_trains_keeps_blocks_and_the_function_leaves_the_process_alone(
+    command, keeps, monkeypatch, capsys
+):
     kept = []
     monkeypatch.setattr(program, "keep_freed_blocks", lambda: kept.append(True))
-    assert program.main(["--version"]) == 0
+    monkeypatch.setattr(program, "_dispatch", lambda argv: None)
+    assert program.main([command]) == 0
     assert not kept
     with pytest.raises(SystemExit):
-        program.run_and_exit(["--version"])
-    assert kept
+        program.run_and_exit([command])
+    assert bool(kept) is keeps

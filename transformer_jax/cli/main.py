@@ -72,9 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_and_exit(argv: Sequence[str] | None = None) -> NoReturn:
     """`main` as a program: a signal ends it at once, where Python would wait for the threads of a library that goes on
-    with a download. And memory is kept, as suits a program and is not a library's to decide.
+    with a download. Where it trains, freed memory is kept, which is a program's to decide and not a library's.
     """
-    keep_freed_blocks()
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] in (["train"], ["ablate"]):
+        keep_freed_blocks()
     code = main(argv)
     if code in (_INTERRUPTED, _TERMINATED):
         with contextlib.suppress(OSError, ValueError):
