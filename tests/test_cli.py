@@ -284,6 +284,18 @@ def test_options_of_the_search_go_to_the_translator_only_when_given(capfdbinary,
     assert UpperCase.called_with == {"n_best": 2, "beam_size": 8, "length_penalty": 1.0, "batch_tokens": 64}
 
 
+def test_at_a_terminal_each_line_is_answered_as_it_comes(capfdbinary, monkeypatch):
+    give_stdin(monkeypatch, b"a\n")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert main(["translate", "run"]) == 0
+    assert UpperCase.called_with == {"n_best": 1, "buffer_size": 1}
+    give_stdin(monkeypatch, b"a\n")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert main(["translate", "run", "--buffer-size", "7"]) == 0
+    assert UpperCase.called_with == {"n_best": 1, "buffer_size": 7}
+    assert b"end with Ctrl-D" in capfdbinary.readouterr().err
+
+
 def test_none_is_a_value_of_an_option_that_may_be_none(capfdbinary, monkeypatch):
     """None in the spellings that a field of the configuration has; help comes before any mistake."""
     give_stdin(monkeypatch, b"a\n")

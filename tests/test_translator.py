@@ -81,8 +81,8 @@ def marked_lines(count, seed=0):
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 17, 65, 300])
 def test_line_i_out_belongs_to_line_i_in(copier, count, monkeypatch):
-    """T11: whatever the number of lines, from a list or a generator; 300 lines are two windows of 256."""
-    monkeypatch.setattr(translator_module, "WINDOW", 256)
+    """T11: whatever the number of lines, from a list or a generator; 300 lines are two buffers of 256."""
+    monkeypatch.setattr(translator_module, "BUFFER_SIZE", 256)
     lines = marked_lines(count)
     assert copier(lines) == lines
     assert copier(line for line in lines) == lines
@@ -91,9 +91,8 @@ def test_line_i_out_belongs_to_line_i_in(copier, count, monkeypatch):
     assert all(len(translations) == 3 for translations in many)
 
 
-def test_windows_come_one_after_the_other_and_memory_does_not_grow(copier, monkeypatch):
-    """T11: no line is read before those of the window before are out; a cut line keeps its number."""
-    monkeypatch.setattr(translator_module, "WINDOW", 100)
+def test_buffers_come_one_after_the_other_and_memory_does_not_grow(copier):
+    """T11: no line is read before those of the buffer before are out; a cut line keeps its number."""
     read, done = [], []
     lines = marked_lines(250)
     lines[204] = "text " * 600
@@ -103,12 +102,27 @@ def test_windows_come_one_after_the_other_and_memory_does_not_grow(copier, monke
             read.append(line)
             yield line
 
-    stream = copier.translate_stream(reading(), on_progress=done.append)
+    stream = copier.translate_stream(reading(), buffer_size=100, on_progress=done.append)
     for i, translations in enumerate(stream):
         assert len(read) <= (i // 100 + 1) * 100
         assert i == 204 or translations[0].text == lines[i]
     assert len(read) == 250 and done[-1] == 250 and done == sorted(done)
     assert len(copier.warnings) == 1 and "line 205 has" in copier.warnings[0]
+
+
+def test_each_line_is_answered_before_the_next_is_read(copier):
+    asked = []
+
+    def asking():
+        for line in ("one", "", "two two", "three"):
+            asked.append(line)
+            yield line
+
+    for translations in copier.translate_stream(asking(), buffer_size=1):
+        assert translations[0].text == asked[-1]
+    assert len(asked) == 4
+    with pytest.raises(UserError, match="buffer_size is 0, but must be at least 1"):
+        copier.translate_stream([], buffer_size=0)
 
 
 def test_blank_lines_stay_blank_without_the_model(copier):

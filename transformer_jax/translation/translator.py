@@ -25,8 +25,8 @@ from transformer_jax.translation.run_folder import Step, read_run, with_vocabula
 from transformer_jax.translation.sharing import on_devices_of, run_shared
 from transformer_jax.translation.translate import Params, make_score, make_translate
 
-WINDOW = 2048
-"""Lines that are tokenized, sorted by length and translated together: what is in memory at a time."""
+BUFFER_SIZE = 2048
+"""Lines that are read, tokenized, sorted by length and translated together: what is in memory at a time."""
 SCORE_SHARE = 4
 """Scoring needs the logits of every target position at once: its batches have a fourth of the pieces."""
 
@@ -164,19 +164,24 @@ class Translator:
         length_penalty: float | None = None,
         n_best: int = 1,
         batch_tokens: int | None = None,
+        buffer_size: int | None = None,
         on_progress: Callable[[int], None] | None = None,
     ) -> Iterator[list[Translation]]:
         """As `translate`, one line's list after the other: input of any length in memory that does not grow.
 
-        `lines` is read 2048 lines at a time, and their translations come before the next are read. Settings are
-        checked at the call.
+        `lines` is read `buffer_size` lines at a time (None: 2048), and their translations come before the next are
+        read: 1 answers each line before the next is asked for, at several times the price. Settings are checked at the
+        call.
         """
+        size = BUFFER_SIZE if buffer_size is None else buffer_size
+        if size < 1:
+            raise UserError(f"buffer_size is {size}, but must be at least 1")
         given = {"beam_size": beam_size, "length_penalty": length_penalty, "batch_tokens": batch_tokens}
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         search = dataclasses.replace(self.config.search, n_best=n_best, **changes)
         # batch_tokens has no part in the program: one for all its values.
         program = make_translate(self.config.model, dataclasses.replace(search, batch_tokens=SearchConfig.batch_tokens))
-        return self._stream(_listed(lines), search, program, on_progress or (lambda done: None))
+        return self._stream(_listed(lines), size, search, program, on_progress or (lambda done: None))
 
     def score(self, sources: Iterable[str], targets: Iterable[str]) -> list[Score]:
         """log P of each target given its source, in one pass (forced decoding).
@@ -193,25 +198,26 @@ class Translator:
             raise UserError(f"there are {len(sources)} sources but {len(targets)} targets; they must go line by line")
         amount = amount_of(len(sources))
         scores: list[Score] = []
-        for start in range(0, len(sources), WINDOW):
-            window = slice(start, start + WINDOW)
+        for start in range(0, len(sources), BUFFER_SIZE):
+            window = slice(start, start + BUFFER_SIZE)
             scores += self._score_window(sources[window], targets[window], start, amount)
         return scores
 
     def _stream(
         self,
         lines: Iterable[str],
+        buffer_size: int,
         search: SearchConfig,
         program: Callable[..., SearchResult],
         on_progress: Callable[[int], None],
     ) -> Iterator[list[Translation]]:
         remaining = iter(lines)
         start, amount = 0, None
-        while window := list(itertools.islice(remaining, WINDOW)):
+        while window := list(itertools.islice(remaining, buffer_size)):
             sources = self._encode(window, start, search.max_source_length)
             # EOS alone: the tokenizer removes every character of the line.
             members = [i for i, line in enumerate(window) if len(sources[i]) > 1 and not is_blank(line)]
-            # As in the first window, so that a short last one compiles nothing.
+            # As in the first buffer, so that a short last one compiles nothing.
             amount = amount or amount_of(len(members))
             found = [[BLANK] for _ in window]
             done = start + len(window) - len(members)
