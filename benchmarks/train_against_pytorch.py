@@ -1,28 +1,33 @@
-"""Training throughput beside PyTorch: the same model, batch and dropout, in turn in one process, on this machine's CPU.
+"""Training throughput beside PyTorch: the same model, batch and dropout, in turn, on this machine's CPU.
 
     python benchmarks/train_against_pytorch.py [--widths 128 256 512] [--rounds 5] [--compile]
 
 PyTorch is given its own best layers: torch.nn.Transformer (its fused qkv projection, scaled_dot_product_attention,
 flattened linears), one tied embedding, cross_entropy with label smoothing, fused Adam. Ratios are of the median times
-of the rounds; each round times every contender once, so that a change of the machine's load meets all of them.
+of the rounds; each round times every contender once, so that a change of the machine's load meets all of them. Each has
+a process of its own, as ours runs with the settings for memory that train.py makes (`transformer_jax.heap`), and
+PyTorch once as a script has it, once with the same settings.
 """
 
 import argparse
+import contextlib
 from collections.abc import Callable
 
 import jax
 import numpy as np
 import torch
-from timing import medians, seconds_in_turn
+from timing import in_its_own_process, medians, seconds_in_turn
 from torch import nn
 
 from transformer_jax.config import Config, DataConfig, ModelConfig, TrainConfig
 from transformer_jax.data.batches import Batch
+from transformer_jax.heap import keep_freed_blocks
 from transformer_jax.parallel.mesh import make_mesh
 from transformer_jax.training.state import init_state, make_optimizer
 from transformer_jax.training.step import make_train_step
 
 LAYERS, VOCABULARY, ROWS, LENGTH, DROPOUT = 3, 8000, 64, 32, 0.1
+THREADS = 2
 
 
 class TorchModel(nn.Module):
@@ -54,8 +59,11 @@ class TorchModel(nn.Module):
         return nn.functional.cross_entropy(logits, labels.flatten(), label_smoothing=0.1)
 
 
-def torch_step(d_model: int, tokens: list[np.ndarray], compiled: bool) -> Callable[[], float]:
+def torch_step(d_model: int, tokens: list[np.ndarray], compiled: bool, keep: bool) -> Callable[[], float]:
     """One update by PyTorch; returns the loss."""
+    if keep:
+        keep_freed_blocks()
+    torch.set_num_threads(THREADS)
     torch.manual_seed(0)
     model = TorchModel(d_model, heads_of(d_model))
     optimizer = torch.optim.Adam(model.parameters(), 1e-4, betas=(0.9, 0.98), eps=1e-9, fused=True)
@@ -74,6 +82,7 @@ def torch_step(d_model: int, tokens: list[np.ndarray], compiled: bool) -> Callab
 
 def jax_step(d_model: int, tokens: list[np.ndarray]) -> Callable[[], float]:
     """One update of ours: the very function that train.py runs, segment masks and metrics included."""
+    keep_freed_blocks()
     config = Config(
         model=ModelConfig(
             vocab_size=VOCABULARY, encoder_layers=LAYERS, decoder_layers=LAYERS, d_model=d_model, d_ff=4 * d_model,
@@ -109,24 +118,29 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--compile", action="store_true", help="torch.compile as well (needs a C++ compiler)")
     arguments = parser.parse_args()
-    torch.set_num_threads(2)
     generator = np.random.default_rng(0)
     print(f"{LAYERS}+{LAYERS} layers, {VOCABULARY} pieces, {ROWS} x {LENGTH} pieces a side, dropout {DROPOUT}")
-    print(f"jax {jax.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    print(f"jax {jax.__version__}, torch {torch.__version__}, {THREADS} threads")
     for d_model in arguments.widths:
         tokens = [generator.integers(4, VOCABULARY, (ROWS, LENGTH)).astype(np.int32) for _ in range(3)]
-        steps = {"ours": jax_step(d_model, tokens), "torch eager": torch_step(d_model, tokens, False)}
+        made = {
+            "ours": (jax_step, d_model, tokens),
+            "torch eager": (torch_step, d_model, tokens, False, False),
+            "torch, same memory": (torch_step, d_model, tokens, False, True),
+        }
         if arguments.compile:
-            steps["torch.compile"] = torch_step(d_model, tokens, True)
-        for step in steps.values():
-            for _ in range(3):
-                step()
-        times = seconds_in_turn(steps, arguments.rounds)
+            made["torch.compile"] = (torch_step, d_model, tokens, True, False)
+        with contextlib.ExitStack() as processes:
+            steps = {name: processes.enter_context(in_its_own_process(*how)) for name, how in made.items()}
+            for step in steps.values():
+                for _ in range(3):
+                    step()
+            times = seconds_in_turn(steps, arguments.rounds)
         found = medians(times)
         for name, median in found.items():
             rate = 2 * ROWS * LENGTH / median
             print(
-                f"d={d_model:4} {name:14} {median * 1e3:8.0f} ms (best {min(times[name]) * 1e3:.0f})"
+                f"d={d_model:4} {name:18} {median * 1e3:8.0f} ms (best {min(times[name]) * 1e3:.0f})"
                 f"  {rate:8,.0f} tokens/s   ours is {median / found['ours']:.2f} times as fast", flush=True,
             )  # fmt: skip
 

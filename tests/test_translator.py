@@ -201,6 +201,14 @@ def test_plans_have_one_number_of_rows_a_width_and_no_batch_over_its_budget():
             assert max(lengths[i] for i in batch.members) <= batch.width
 
 
+@pytest.mark.parametrize(("count", "widths"), [(40, {64, 32, 16}), (100, {64}), (256, {64}), (257, {64, 32, 16})])
+def test_a_dev_set_is_one_shape(count, widths):
+    """Up to eight batches have one width, which is one program to compile; a few lines may come in other calls, too."""
+    lengths = np.linspace(2, 60, count).astype(int).tolist()
+    batches = list(plan(lengths, batch_tokens=2048, amount=amount_of(count)))
+    assert {batch.width for batch in batches} == widths
+
+
 # The real model, tiny and random.
 
 

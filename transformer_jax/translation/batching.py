@@ -3,7 +3,7 @@
 A shape costs seconds to compile and, on a CPU, a padded row a few milliseconds. So widths are powers of two, and a call
 uses one number of rows for each width: 1 for a lone sentence, 8 for a few, a full batch for many. Sentences go from the
 longest to the shortest, each batch taking the next ones whatever their width: only the last batch has empty rows, and
-that one is narrow.
+that one is narrow. Where few batches do, all have one width.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,6 +20,8 @@ FEW_ROWS = 8
 """Rows of a batch where there are few sentences."""
 MOST_ROWS = 64
 """Rows of a batch at most, and the number of sentences up to which there are few of them."""
+SAME_WIDTH = 8
+"""Batches up to which all get the first one's width: what narrower ones would save does not pay for compiling them."""
 
 Amount = Literal["one", "few", "many"]
 
@@ -80,8 +82,14 @@ def plan(
     # Stable, so that the plan does not depend on how numpy sorts equal lengths.
     order = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
     start = 0
+    narrowest = NARROWEST
+    # Not for a few: they come in calls of their own, one after the other, which soon have compiled every width.
+    if amount == "many" and len(order):
+        widest = width_for(lengths[order[0]], longest)
+        if len(order) <= SAME_WIDTH * rows_for(widest, batch_tokens, amount, shares):
+            narrowest = widest
     while start < len(order):
-        width = width_for(lengths[order[start]], longest)
+        width = max(narrowest, width_for(lengths[order[start]], longest))
         rows = rows_for(width, batch_tokens, amount, shares)
         yield SourceBatch(rows, width, order[start : start + rows])
         start += rows
