@@ -12,12 +12,12 @@ from transformer_jax.config import Config, DataConfig, ModelConfig, OptimizerCon
 from transformer_jax.config_loading import choose_variant
 
 GERMAN = Config(
-    # Two layers unrolled: they compile in 4 s and run a tenth faster than scanned ones.
+    # Two layers unrolled: they compile in 4 s and run a tenth faster than scanned ones. The paper's attention has no biases.
     model=ModelConfig(
         encoder_layers=2, decoder_layers=2, d_model=128, d_ff=512, num_heads=4, dropout=0.05, norm="pre",
-        scan_layers=False,
+        attention_bias=False, scan_layers=False,
     ),
-    optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=100, decay="linear"),
+    optimizer=OptimizerConfig(learning_rate=7e-3, warmup_steps=100, decay="linear"),
     data=DataConfig(
         corpus="office", source_language="en", target_language="de", vocab_size=3000, max_length=64, row_length=64,
         batch_tokens=2048,
@@ -25,7 +25,7 @@ GERMAN = Config(
     # Sentences here are short: the paper's 0.6 writes too little.
     search=SearchConfig(beam_size=4, length_penalty=1.2, max_source_length=256, batch_tokens=2048),
     train=TrainConfig(
-        steps=1150, evaluate_every=250, evaluate_sentences=100, checkpoint_every=50, keep_checkpoints=3,
+        steps=850, evaluate_every=250, evaluate_sentences=100, checkpoint_every=50, keep_checkpoints=3,
         average_checkpoints=3, log_every=10,
     ),
 )  # fmt: skip
