@@ -21,9 +21,9 @@ def keep_freed_blocks() -> None:
 
     XLA takes all that a program needs for intermediate results as one block, at each call. From 32 MiB on glibc gets
     such a block from the system and gives it back, and in between the system clears each page at its first touch: of
-    the demo's update that is a quarter of the processor time. Translation, whose blocks are smaller, is no faster for
-    it. Blocks are kept in the first arena only (those of others are small), hence one for all threads. Whoever sets
-    MALLOC_... or GLIBC_TUNABLES has decided otherwise.
+    the demo's update that is a fifth to a quarter of the processor time (`benchmarks/kept_memory.py`). Translation,
+    whose blocks are smaller, is no faster for it. Blocks are kept in the first arena only (those of others are small),
+    hence one for all threads. Whoever sets MALLOC_... or GLIBC_TUNABLES has decided otherwise.
     """
     decided = "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ)
     if decided or (os.cpu_count() or 1) > _MOST_PROCESSORS:
