@@ -42,7 +42,7 @@ HUGE_PAGES = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 glibc = pytest.mark.skipif(
     sys.platform != "linux"
-    or (os.cpu_count() or 1) > 16
+    or len(os.sched_getaffinity(0)) > 16
     or (HUGE_PAGES.exists() and "[always]" in HUGE_PAGES.read_text(encoding="ascii")),
     reason="glibc's settings, made up to 16 processors, and seen by pages of 4 KiB",
 )

@@ -26,7 +26,7 @@ def keep_freed_blocks() -> None:
     hence one for all threads. Whoever sets MALLOC_... or GLIBC_TUNABLES has decided otherwise.
     """
     decided = "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ)
-    if decided or (os.cpu_count() or 1) > _MOST_PROCESSORS:
+    if sys.platform != "linux" or decided or len(os.sched_getaffinity(0)) > _MOST_PROCESSORS:
         return
     global _kept
     _kept = True
