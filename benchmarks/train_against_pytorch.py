@@ -75,7 +75,7 @@ def torch_step(d_model: int, tokens: list[np.ndarray], compiled: bool, keep: boo
         loss = forward(source, target, labels)
         loss.backward()
         optimizer.step()
-        return float(loss)
+        return loss.item()
 
     return step
 
